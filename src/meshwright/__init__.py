@@ -1,0 +1,41 @@
+"""Plan, run, watch and heal the distributed training of language models.
+
+Importing this package does not import torch: names load the module that holds them on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from meshwright._version import __version__
+
+if TYPE_CHECKING:
+    from meshwright.config import RunConfig, load_config
+    from meshwright.models.hf import save_hf
+    from meshwright.models.load import load_model
+    from meshwright.models.spec import ModelSpec
+    from meshwright.strategy import Strategy
+    from meshwright.train.trainer import Trainer
+
+__all__ = ["ModelSpec", "RunConfig", "Strategy", "Trainer", "__version__", "load_config", "load_model", "save_hf"]
+
+_HOME = {
+    "ModelSpec": "meshwright.models.spec",
+    "RunConfig": "meshwright.config",
+    "Strategy": "meshwright.strategy",
+    "Trainer": "meshwright.train.trainer",
+    "load_config": "meshwright.config",
+    "load_model": "meshwright.models.load",
+    "save_hf": "meshwright.models.hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

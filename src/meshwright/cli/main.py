@@ -1,0 +1,101 @@
+"""The command line: finds the verb's file, parses its arguments, turns a UserError into one message.
+
+A verb is a module in this package with `describe(parser)` and `run(args) -> int`; one with several actions
+(`meshwright data prepare`) has `ACTIONS` instead. Only the chosen verb's module is imported, so that
+`meshwright --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import NamedTuple
+
+from meshwright._version import __version__
+from meshwright.errors import UserError, nearest
+
+VERBS = {
+    "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
+    "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",
+    "data": "turn a corpus into packed token shards, check them, describe them",
+    "models": "list the model presets with their parameter counts",
+}
+
+
+class Action(NamedTuple):
+    """One action of a verb that has several."""
+
+    summary: str
+    describe: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _usage() -> str:
+    return (
+        "usage: meshwright VERB [arguments]\n\n"
+        "Plans, runs, watches and heals the distributed training of language models.\n\n"
+        f"verbs:\n{_table(VERBS)}\n\n"
+        "  meshwright VERB --help    what a verb takes\n"
+        "  meshwright --version      the version\n\n"
+        "start here: meshwright train --preset demo --nproc 2\n"
+    )
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> int:
+    known = list(known)
+    print(f"meshwright: unknown {kind} '{name}'{nearest(name, known)}; known: {', '.join(known)}", file=sys.stderr)
+    return 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; the exit code is 0 for success, 2 for something the user can change."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage(), end="")
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(f"meshwright {__version__}")
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        return _unknown("verb", verb, VERBS)
+    module = import_module(f"meshwright.cli.{verb}")
+    name, describe, run, about = verb, getattr(module, "describe", None), getattr(module, "run", None), module.__doc__
+    actions: Mapping[str, Action] = getattr(module, "ACTIONS", {})
+    if actions:
+        if not rest or rest[0] in ("-h", "--help"):
+            rows = _table({action: entry.summary for action, entry in actions.items()})
+            print(f"usage: meshwright {verb} ACTION [arguments]\n\n{about}\nactions:\n{rows}")
+            return 0
+        if rest[0] not in actions:
+            return _unknown(f"action of '{verb}'", rest[0], actions)
+        name, rest = f"{verb} {rest[0]}", rest[1:]
+        about, describe, run = actions[name.split()[1]]
+    assert describe is not None
+    assert run is not None
+    parser = argparse.ArgumentParser(
+        prog=f"meshwright {name}",
+        description=about,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    describe(parser)
+    try:
+        return run(parser.parse_intermixed_args(rest))
+    except UserError as error:
+        print(f"meshwright {name}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `meshwright models | head`
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
