@@ -13,21 +13,32 @@ from meshwright._version import __version__
 if TYPE_CHECKING:
     from meshwright.config import RunConfig, load_config
     from meshwright.models.hf import save_hf
-    from meshwright.models.load import load_model
+    from meshwright.checkpoint.load_model import load_model
     from meshwright.models.spec import ModelSpec
     from meshwright.strategy import Strategy
-    from meshwright.train.trainer import Trainer
+    from meshwright.trainer import Trainer, train
 
-__all__ = ["ModelSpec", "RunConfig", "Strategy", "Trainer", "__version__", "load_config", "load_model", "save_hf"]
+__all__ = [
+    "ModelSpec",
+    "RunConfig",
+    "Strategy",
+    "Trainer",
+    "__version__",
+    "load_config",
+    "load_model",
+    "save_hf",
+    "train",
+]
 
 _HOME = {
     "ModelSpec": "meshwright.models.spec",
     "RunConfig": "meshwright.config",
     "Strategy": "meshwright.strategy",
-    "Trainer": "meshwright.train.trainer",
+    "Trainer": "meshwright.trainer",
     "load_config": "meshwright.config",
-    "load_model": "meshwright.models.load",
+    "load_model": "meshwright.checkpoint.load_model",
     "save_hf": "meshwright.models.hf",
+    "train": "meshwright.trainer",
 }
 
 

@@ -1,6 +1,6 @@
 """What goes wrong because of something the user can change.
 
-A `UserError` is shown as its message alone, without a traceback, and ends the program with exit code 2.
+A `UserError` is shown as its message alone, without a traceback, and ends the program with exit code 2 (its `exit_code`).
 Its message says what was found, what is allowed and what to do. Anything else is our own error and keeps its traceback.
 """
 
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 
 class UserError(ValueError):
     """Something that the user gave is wrong; the message says what to change."""
+
+    exit_code = 2
 
 
 class ConfigError(UserError):

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(parser.parse_intermixed_args(rest))
     except UserError as error:
         print(f"meshwright {name}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except BrokenPipeError:  # `meshwright models | head`
         sys.stderr.close()
         return 0

@@ -1,0 +1,52 @@
+# Two commands matter: `make demo` and `make test`. Everything lands in .venv; nothing else on the machine is touched.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+
+.PHONY: help setup demo test test-fast lint format clean
+help:
+	@echo "make demo       install, then train a small language model on two processes of this machine"
+	@echo "make test       install what the tests need and run them all"
+	@echo "make test-fast  the tests that answer in under two minutes"
+	@echo "make lint       ruff (lint and format) and mypy"
+	@echo "make format     let ruff rewrite the files"
+	@echo "make setup      only install"
+
+# torch goes first and pinned: left to a dependency, pip would take the newest build.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshwright needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@touch $@
+
+$(VENV)/.setup: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.setup
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.setup
+
+demo: $(VENV)/.setup
+	$(BIN)/meshwright train --preset demo --nproc 2 --fresh
+
+test: $(VENV)/.dev
+	$(BIN)/pytest
+
+test-fast: $(VENV)/.dev
+	$(BIN)/pytest -m "not slow"
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) runs data build dist *.egg-info src/*.egg-info

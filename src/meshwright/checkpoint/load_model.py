@@ -1,0 +1,56 @@
+"""Load a model from wherever one may be: a preset's name, a run, a checkpoint, a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.format import MANIFEST, list_checkpoints, read_manifest
+from meshwright.checkpoint.training_state import restore_model
+from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.errors import CheckpointError
+from meshwright.models.decoder import Decoder
+from meshwright.models.hf import load_hf
+from meshwright.models.initialize import build, build_empty
+from meshwright.models.presets import preset, presets
+
+
+def load_model(
+    folder_or_preset: str | Path, *, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Decoder:
+    """A decoder in evaluation mode; calling it on token ids gives logits. A preset gets fresh weights from `seed`."""
+    path = Path(folder_or_preset)
+    if (path / "config.json").exists():
+        return load_hf(path, device=device, dtype=dtype).eval()
+    checkpoint = find_checkpoint(path)
+    if checkpoint is not None:
+        manifest = read_manifest(checkpoint)
+        saved = manifest.tensors["model.model.embed_tokens.weight"].dtype
+        model = build_empty(manifest.model, device, getattr(torch, saved))
+        restore_model(model, checkpoint, manifest)
+        return (model if dtype is None else model.to(dtype)).eval()
+    if path.exists():
+        raise CheckpointError(
+            f"{path} is no run, no checkpoint and no Hugging Face folder (no manifest.json, no config.json)"
+        )
+    if str(folder_or_preset) in presets():
+        return build(preset(str(folder_or_preset)), seed, device, dtype or torch.float32).eval()
+    raise CheckpointError(f"{folder_or_preset} is neither a folder nor a preset; `meshwright models` lists the presets")
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    """The checkpoint that a path means: itself, or the latest one of a run."""
+    if (path / MANIFEST).exists():
+        return path
+    found = list_checkpoints(path / "checkpoints")
+    return found[-1] if found else None
+
+
+def load_tokenizer_of(path: str | Path) -> Tokenizer:
+    """The tokenizer that belongs to a run, a checkpoint in one, or a Hugging Face folder."""
+    path = Path(path)
+    for folder in (path / "tokenizer", path.resolve().parent.parent / "tokenizer"):
+        if folder.is_dir():
+            return load_tokenizer(folder)
+    return load_tokenizer(path)

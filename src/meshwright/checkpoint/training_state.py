@@ -1,0 +1,65 @@
+"""What a checkpoint of a training run holds, as tensors under stable names: the model and AdamW's moments.
+
+Optimizer state is named after parameters, not numbered, so that it can be found again however the model is split.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.format import Manifest
+from meshwright.checkpoint.load import load_tensors
+from meshwright.errors import CheckpointError
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a model by name, each once (tied weights under their first name)."""
+    tensors = dict(model.named_parameters())
+    kept = model.state_dict(keep_vars=True)
+    return tensors | {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The files of a checkpoint: file name -> tensor name -> tensor on the CPU."""
+    weights = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    moments = {
+        f"optimizer.{kind}.{name}": value
+        for name, parameter in model.named_parameters()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+    return {"model.safetensors": _on_cpu(weights), "optimizer.safetensors": _on_cpu(moments)}
+
+
+def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def restore_model(model: nn.Module, folder: Path, manifest: Manifest) -> None:
+    """Copy a checkpoint's weights into a model of the same shape."""
+    targets = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
+    for name, value in load_tensors(folder, manifest, targets):
+        _copy(targets[name], value, name)
+
+
+@torch.no_grad()
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, manifest: Manifest) -> None:
+    """Copy a checkpoint's moments into an optimizer of that model."""
+    parameters = dict(model.named_parameters())
+    names = [name for name in manifest.tensors if name.startswith("optimizer.")]
+    for name, value in load_tensors(folder, manifest, names):
+        _, kind, parameter_name = name.split(".", 2)
+        parameter = parameters[parameter_name]
+        # AdamW keeps its step count where it keeps its moments only when it is fused.
+        optimizer.state[parameter][kind] = value.to(parameter.device)
+
+
+def _copy(target: Tensor, value: Tensor, name: str) -> None:
+    if target.shape != value.shape or target.dtype != value.dtype:
+        raise CheckpointError(
+            f"{name} is {value.dtype} {tuple(value.shape)} in the checkpoint and {target.dtype} {tuple(target.shape)} in the model"
+        )
+    target.copy_(value)

@@ -1,0 +1,84 @@
+"""Train a model: here, on n local processes, or as one rank of a job that a launcher such as torchrun started.
+
+Settings come from the preset, then the TOML file, then section.key=value arguments; later ones win. A run folder
+that holds an unfinished run of the same settings goes on from its latest checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from meshwright.config_load import ResolvedConfig, resolve_config, run_presets
+from meshwright.errors import ConfigError
+from meshwright.strategy import Strategy
+from meshwright.torch_support import require_torch
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `meshwright train`."""
+    parser.add_argument("settings", nargs="*", metavar="FILE | section.key=value", help="one TOML file, any overrides")
+    parser.add_argument("--preset", help=f"ready-made run: {', '.join(run_presets())}")
+    names = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+    parser.add_argument(
+        *names, dest="nproc", metavar="N|auto", help="local processes (default: what the strategy takes, or 1)"
+    )
+    parser.add_argument("--fresh", action="store_true", help="set an earlier run in run.dir aside and start anew")
+    parser.add_argument(
+        "--explain", action="store_true", help="print every setting, its value, origin and meaning; train nothing"
+    )
+    parser.epilog = (
+        "examples:\n"
+        "  meshwright train --preset demo --nproc 2\n"
+        "  meshwright train run.toml train.steps=100 train.lr=1e-3 --nproc auto\n"
+        "  torchrun --nproc-per-node 4 -m meshwright train run.toml\n"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; 0 when the run reached its end or was asked to stop and saved."""
+    files = [setting for setting in args.settings if "=" not in setting]
+    overrides = [setting for setting in args.settings if "=" in setting] + (["run.fresh=true"] if args.fresh else [])
+    if len(files) > 1:
+        raise ConfigError(
+            f"one configuration file at a time, not {' and '.join(files)}; overrides are section.key=value"
+        )
+    resolved = resolve_config(files[0] if files else None, overrides, preset=args.preset)
+    if args.explain:
+        from meshwright.cli.explain import print_settings
+
+        print_settings(resolved)
+        return 0
+    require_torch()
+    nproc = _processes(args.nproc, resolved)
+    # Read by OpenMP when torch is imported: ranks share the cores instead of fighting for them.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    from meshwright.launch.local import RankError
+    from meshwright.trainer import train
+
+    try:
+        train(resolved.config, nproc)
+    except RankError as error:
+        raise SystemExit(f"meshwright train: {error}") from None
+    return 0
+
+
+def _processes(argument: str | None, resolved: ResolvedConfig) -> int:
+    """How many local processes to start."""
+    config = resolved.config
+    if argument is None:
+        return Strategy.processes(config.parallel.strategy) or 1
+    if argument != "auto":
+        if not argument.isdecimal() or int(argument) < 1:
+            raise ConfigError(f"--nproc takes a whole number from 1, or auto, not '{argument}'")
+        return int(argument)
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if config.run.device != "cpu" else 0
+    # The most processes that the cores (or GPUs) carry and that share every batch evenly.
+    from meshwright.train.job import batch_schedule
+
+    sizes = batch_schedule(config).sizes()
+    limit = gpus or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else gpus or os.cpu_count() or 1
+    unit = config.train.micro_batch or 1
+    return max(
+        count for count in range(1, limit + 1) if count == 1 or all(size % (count * unit) == 0 for size in sizes)
+    )

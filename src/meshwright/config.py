@@ -1,0 +1,195 @@
+"""RunConfig: every setting of a run, typed and documented in one place.
+
+A setting is written `section.key`. The text under a field is its documentation: `meshwright train --explain` and
+docs/configuration.md print it. How files, presets and overrides become a RunConfig is in `config_load`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from meshwright.config_load import load_config, resolve_config
+
+__all__ = ["RunConfig", "load_config", "resolve_config"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+def free(default: Any, **constraints: Any) -> Any:
+    """A setting that may change when a run is resumed: it does not alter what has been computed so far."""
+    return Field(default=default, json_schema_extra={"free": True}, **constraints)
+
+
+class RunSection(_Section):
+    dir: str = free("runs/default", min_length=1)
+    """Folder of the run: configuration, metrics, events, checkpoints."""
+    seed: int = Field(default=0, ge=0)
+    """Decides initial weights, the order of the data and dropout."""
+    fresh: bool = free(False)
+    """Start anew although the folder holds a run; that run is moved aside to DIR.previous."""
+    device: Literal["auto", "cpu", "cuda"] = free("auto")
+    """Where to train; auto takes the GPU when there is one."""
+
+
+class ModelSection(_Section):
+    preset: str | None = None
+    """Name of a model shape; `meshwright models` lists them."""
+    from_hf: str | None = None
+    """Folder with a Hugging Face config.json and safetensors files; training starts from those weights."""
+    spec: dict[str, Any] = {}
+    """Shape settings that replace those of the preset, such as model.spec.num_hidden_layers=4, or a whole shape."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.preset and self.from_hf:
+            raise ValueError("model.preset and model.from_hf exclude each other; leave one of them out")
+        if self.from_hf and self.spec:
+            raise ValueError("model.spec cannot change the shape of the weights in model.from_hf; leave it out")
+        return self
+
+
+class CorpusShare(_Section):
+    path: str = Field(min_length=1)
+    """Folder made by `meshwright data prepare`."""
+    weight: float = Field(gt=0)
+    """Share of the samples relative to the other corpora."""
+
+
+class DataSection(_Section):
+    path: str | None = None
+    """Folder made by `meshwright data prepare`."""
+    mix: list[CorpusShare] = []
+    """Several corpora instead of one: a list of {path, weight}."""
+    sources: list[str] = []
+    """Raw text to prepare into data.path when that folder does not exist yet; `python-stdlib` is built in."""
+    tokenizer: str | None = None
+    """`bytes` or a tokenizer file; the packed corpus must have been made with it. None accepts the corpus's own."""
+    sequence_length: int = Field(default=512, gt=0)
+    """Tokens per sample."""
+    validation: float = Field(default=0.01, ge=0, lt=1)
+    """Share of the sequences that training never sees and evaluation uses."""
+    prefetch: int = free(2, ge=1)
+    """How many steps' batches are made ahead in the background."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.path and self.mix:
+            raise ValueError("data.path and data.mix exclude each other; leave one of them out")
+        if self.sources and not self.path:
+            raise ValueError("data.sources needs data.path, the folder to prepare them into")
+        return self
+
+
+class TrainSection(_Section):
+    steps: int = free(1000, gt=0)
+    """Optimizer steps of the whole run; the learning-rate schedule ends there."""
+    global_batch: int = Field(default=16, gt=0)
+    """Samples per optimizer step, over all ranks."""
+    batch_schedule: str | list[list[int]] | None = None
+    """Global batch that changes: "16..64 over 200" ramps up in the first 200 steps; [[0, 16], [100, 64]] sets it by hand."""
+    micro_batch: int | None = free(None, gt=0)
+    """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Highest learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of a decay."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Course of the learning rate after the warm-up; wsd is stable, then a linear decay over the last train.decay_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises linearly from zero; a shorter run ends while it rises."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Length of the decay of the wsd schedule; None is a tenth of the run."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """AdamW's decay of matrices; norms and biases are not decayed."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW's decay of the mean of gradients."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW's decay of the mean of squared gradients."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's guard against division by zero."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest global norm of the gradient; 0 does not clip."""
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    """bf16 computes in bfloat16 and keeps weights, gradients and optimizer state in float32; float64 is for proofs."""
+    deterministic: bool = False
+    """Only algorithms that give the same bits on every run; slower on a GPU."""
+    eval_every: int = free(0, ge=0)
+    """Steps between evaluations on the held-out sequences; 0 evaluates at the end only."""
+    eval_sequences: int = free(64, ge=0)
+    """How many held-out sequences an evaluation reads at most; 0 switches evaluation off."""
+    early_stop: int = free(0, ge=0)
+    """Stop after this many evaluations in a row without a better loss; 0 never does."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"train.min_lr={self.min_lr:g} is above train.lr={self.lr:g}; lower it")
+        if self.decay_steps is not None and self.schedule != "wsd":
+            raise ValueError("train.decay_steps belongs to train.schedule='wsd'; leave it out")
+        if self.early_stop and not (self.eval_every and self.eval_sequences):
+            raise ValueError("train.early_stop needs evaluations: set train.eval_every and train.eval_sequences")
+        return self
+
+
+class ParallelSection(_Section):
+    strategy: str = free("auto", min_length=1)
+    """How the work is split, such as dp=2; auto splits the batch over all processes."""
+
+
+class CheckpointSection(_Section):
+    every: int = free(500, ge=0)
+    """Steps between checkpoints; one is always saved at the end. 0 saves at the end only."""
+    keep: int = free(2, ge=1)
+    """How many of the latest checkpoints stay."""
+
+
+class ElasticSection(_Section):
+    timeout_s: float = free(600.0, gt=0)
+    """Seconds that a rank waits for the others before the run ends with an error."""
+
+
+class ObserveSection(_Section):
+    log_every: int = free(10, ge=1)
+    """Steps between lines on the console when it is not a terminal."""
+    tensorboard: bool = free(True)
+    """Write TensorBoard files to DIR/tensorboard."""
+    wandb: bool = free(False)
+    """Send metrics to Weights & Biases (pip install 'meshwright[wandb]'); WANDB_MODE=offline keeps them here."""
+    sample: str | None = free(None)
+    """Prompt that the model continues on the console at the end of the run."""
+    sample_tokens: int = free(200, gt=0)
+    """Length of that continuation."""
+
+
+class RunConfig(_Section):
+    """All settings of a run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    parallel: ParallelSection = ParallelSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    elastic: ElasticSection = ElasticSection()
+    observe: ObserveSection = ObserveSection()
+
+    def identity(self) -> dict[str, dict[str, Any]]:
+        """The settings that decide what is computed: a run folder belongs to one set of them."""
+        sections = type(self).model_fields
+        return {
+            section: {
+                key: value
+                for key, value in getattr(self, section).model_dump().items()
+                if not _is_free(getattr(self, section), key)
+            }
+            for section in sections
+        }
+
+
+def _is_free(section: BaseModel, key: str) -> bool:
+    extra = type(section).model_fields[key].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("free"))

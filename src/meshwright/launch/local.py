@@ -1,0 +1,172 @@
+"""Start n ranks on this machine and look after them.
+
+The parent imports everything once and forks, so that eight ranks start in about the time of one. It forwards stop
+signals, ends all ranks as soon as one fails, and shows that rank's own error first. Ranks talk over the loopback
+interface and meet through a file, so that nothing listens on the network.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import UserError
+from meshwright.parallel.world import World, join_world
+
+GRACE_S = 10.0
+"""How long ranks may take to end by themselves after one of them has failed."""
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message has its number and its own traceback."""
+
+
+def run_ranks(work: Callable[[World], None], count: int, *, device: str = "auto", timeout_s: float = 600.0) -> None:
+    """Run `work` on that many ranks of this machine; raises what the first failing rank raised."""
+    if count == 1:
+        with join_world(device, timeout_s) as world:
+            work(world)
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    # CUDA does not survive a fork once it is in use, and macOS's system libraries do not either.
+    fork = sys.platform == "linux" and not torch.cuda.is_initialized()
+    context: Any = multiprocessing.get_context("fork" if fork else "spawn")
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as meeting_place:
+        ranks: list[BaseProcess] = []
+        reports: list[Connection] = []
+        for rank in range(count):
+            receiver, sender = context.Pipe(duplex=False)
+            store = str(Path(meeting_place) / "store")
+            process = context.Process(target=_rank, args=(work, rank, count, device, timeout_s, store, sender))
+            process.start()
+            sender.close()
+            ranks.append(process)
+            reports.append(receiver)
+        _Supervisor(ranks, reports).watch()
+
+
+class _Supervisor:
+    """Waits for ranks, passes signals on, and turns the first failure into one error."""
+
+    def __init__(self, ranks: list[BaseProcess], reports: list[Connection]) -> None:
+        self.ranks = ranks
+        self.reports = reports
+        self.signals = 0
+
+    def watch(self) -> None:
+        """Return when all ranks have succeeded; raise what the first failing one raised."""
+        previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._wait_for_first_failure()
+            died = self._end_rest()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        self._raise_cause(died)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self.signals += 1
+        if self.signals > 1:
+            for process in self.ranks:
+                process.kill()
+            os._exit(128 + number)
+        for process in self.ranks:
+            if process.is_alive() and process.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def _wait_for_first_failure(self) -> None:
+        running = self.ranks
+        while running and not any(process.exitcode for process in self.ranks):
+            wait([process.sentinel for process in running])
+            running = [process for process in running if process.is_alive()]
+
+    def _end_rest(self) -> dict[int, signal.Signals]:
+        """End the ranks that do not end by themselves; gives those that a signal from elsewhere ended."""
+        deadline = time.monotonic() + GRACE_S
+        for process in self.ranks:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = {rank: process.exitcode for rank, process in enumerate(self.ranks)}
+        for process in self.ranks:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        return {rank: signal.Signals(-code) for rank, code in codes.items() if code is not None and code < 0}
+
+    def _raise_cause(self, died: dict[int, signal.Signals]) -> None:
+        # A rank that was killed cannot speak; the lost connections that the others report are its consequence.
+        for rank, number in died.items():
+            hint = "; the machine may have run out of memory" if number == signal.SIGKILL else ""
+            raise RankError(f"rank {rank} of {len(self.ranks)} was ended by {number.name}{hint}")
+        failures = []
+        for rank, receiver in enumerate(self.reports):
+            with suppress(EOFError):
+                if receiver.poll():
+                    failures.append({"rank": rank, **json.loads(receiver.recv_bytes())})
+        if failures:
+            first = min(failures, key=lambda failure: failure["time"])
+            if first["code"] is not None:
+                error = UserError(first["text"])
+                error.exit_code = first["code"]
+                raise error
+            raise RankError(f"rank {first['rank']} of {len(self.ranks)} failed:\n{first['text']}")
+        if any(process.exitcode for process in self.ranks):
+            codes = ", ".join(f"rank {rank}: {process.exitcode}" for rank, process in enumerate(self.ranks))
+            raise RankError(f"ranks ended without a word; exit codes {codes}")
+
+
+def _rank(
+    work: Callable[[World], None], rank: int, size: int, device: str, timeout_s: float, store: str, report: Connection
+) -> None:
+    """The life of one rank."""
+    # A group of its own: Ctrl-C in the terminal reaches the parent alone, which passes it on once.
+    os.setpgrp()
+    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    code = 0
+    try:
+        with join_world(device, timeout_s, (rank, size, rank), dist.FileStore(store, size)) as world:
+            try:
+                work(world)
+            except BaseException as error:
+                # Told while the group still stands: its end makes the other ranks fail too, and they must be later.
+                code = _tell(report, error)
+    except BaseException as error:
+        code = code or _tell(report, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: threads of a backend whose peer is gone may not end.
+    os._exit(code)
+
+
+def _tell(report: Connection, error: BaseException) -> int:
+    """Tell the parent what went wrong; gives the exit code."""
+    code = error.exit_code if isinstance(error, UserError) else None
+    text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    # The parent reads when the ranks have ended: more than a pipe holds would keep this one from ending.
+    report.send_bytes(json.dumps({"time": time.time(), "code": code, "text": text[-16_000:]}).encode())
+    return 1 if code is None else code
+
+
+def _die_with_parent(parent: int) -> None:
+    """A rank whose parent was killed has nobody to report to: it must not train on alone."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)

@@ -1,0 +1,85 @@
+"""Causal self-attention by heads: grouped queries, rotary positions, optional QK norm and sliding window.
+
+Shapes: B batch, T tokens, S tokens attended to, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.models.rope import rotate
+from meshwright.models.spec import ModelSpec
+
+
+class KeyValueCache:
+    """Keys and values of the tokens seen so far, per layer; for generation only."""
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def length(self) -> int:
+        """How many tokens are in the cache."""
+        return next(iter(self._layers.values()))[0].shape[2] if self._layers else 0
+
+    def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Append a layer's new keys and values; gives all of them."""
+        if layer in self._layers:
+            k_past, v_past = self._layers[layer]
+            k_BHTD, v_BHTD = torch.cat((k_past, k_BHTD), dim=2), torch.cat((v_past, v_BHTD), dim=2)
+        self._layers[layer] = (k_BHTD, v_BHTD)
+        return k_BHTD, v_BHTD
+
+
+class Attention(nn.Module):
+    """Self-attention of one layer; parameter names are Hugging Face's `self_attn`."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = spec.head_dim
+        self.sliding_window = spec.sliding_window
+        query_size, key_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, query_size, bias="q" in spec.bias)
+        self.k_proj = nn.Linear(spec.hidden_size, key_size, bias="k" in spec.bias)
+        self.v_proj = nn.Linear(spec.hidden_size, key_size, bias="v" in spec.bias)
+        self.o_proj = nn.Linear(query_size, spec.hidden_size, bias="o" in spec.bias)
+        if spec.qk_norm:
+            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
+        self.qk_norm = spec.qk_norm
+
+    def forward(self, x_BTE: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None = None) -> Tensor:
+        batch, tokens, _ = x_BTE.shape
+        q, k, v = (
+            projection(x_BTE).view(batch, tokens, -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if rope is not None:
+            q_BHTD, k_BHTD = rotate(q_BHTD, *rope), rotate(k_BHTD, *rope)
+        if cache is not None:
+            k_BHTD, v_BHTD = cache.extend(self.layer, k_BHTD, v_BHTD)
+        y_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, self.sliding_window)
+        return self.o_proj(y_BHTD.transpose(1, 2).reshape(batch, tokens, -1))
+
+
+def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, sliding_window: int | None = None) -> Tensor:
+    """Causal attention of the last T of S positions over all S, with as many query heads per KV head as it takes."""
+    tokens, attended = q_BHTD.shape[2], k_BHSD.shape[2]
+    grouped = q_BHTD.shape[1] != k_BHSD.shape[1]
+    windowed = sliding_window is not None and attended > sliding_window
+    if not windowed and tokens in (attended, 1):
+        causal = tokens == attended and tokens > 1
+        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=causal, enable_gqa=grouped)
+    query = torch.arange(attended - tokens, attended, device=q_BHTD.device)[:, None]
+    key = torch.arange(attended, device=q_BHTD.device)[None, :]
+    mask_TS = key <= query
+    if windowed:
+        assert sliding_window is not None
+        mask_TS = mask_TS & (key > query - sliding_window)
+    return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=mask_TS, enable_gqa=grouped)

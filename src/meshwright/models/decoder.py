@@ -1,0 +1,139 @@
+"""The decoder, written for one device: everything a family differs in comes from its spec.
+
+It knows nothing of ranks; parallelism is applied from outside. Layers live in a ModuleDict under their global index,
+so that a pipeline stage (this module with layers removed) keeps every parameter's name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.attention import Attention, KeyValueCache
+from meshwright.models.counter_random import keep_mask, token_keys
+from meshwright.models.feed_forward import FeedForward
+from meshwright.models.mixture import Mixture
+from meshwright.models.rope import angles
+from meshwright.models.spec import ModelSpec
+
+
+class Dropout(nn.Module):
+    """Dropout whose mask is a function of (seed, sample, position, site, channel): the same however a batch is split."""
+
+    def __init__(self, rate: float, site: int) -> None:
+        super().__init__()
+        self.rate = rate
+        self.site = site
+
+    def forward(self, x_BTC: Tensor, keys_BT: Tensor | None) -> Tensor:
+        if keys_BT is None:
+            return x_BTC
+        keep = keep_mask(keys_BT, self.site, x_BTC.shape[-1], self.rate)
+        return torch.where(keep, x_BTC / (1 - self.rate), 0.0)
+
+
+def _norm(spec: ModelSpec) -> nn.Module:
+    kind = nn.RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
+    return kind(spec.hidden_size, eps=spec.norm_eps)
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each on a norm of the residual and added to it."""
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__()
+        self.input_layernorm = _norm(spec)
+        self.self_attn = Attention(spec, layer)
+        self.post_attention_layernorm = _norm(spec)
+        self.mlp = Mixture(spec) if spec.is_sparse(layer) else FeedForward(spec, spec.intermediate_size)
+        self.attention_dropout = Dropout(spec.dropout, 2 * layer + 1)
+        self.mlp_dropout = Dropout(spec.dropout, 2 * layer + 2)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        dropout_keys: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache)
+        x_BTC = x_BTC + self.attention_dropout(attended, dropout_keys)
+        return x_BTC + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_BTC)), dropout_keys)
+
+
+class Body(nn.Module):
+    """Embeddings, layers and the last norm; Hugging Face's `model`."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if spec.positions == "learned":
+            self.embed_positions = nn.Embedding(spec.max_position_embeddings, spec.hidden_size)
+        self.embedding_dropout = Dropout(spec.dropout, 0)
+        self.layers = nn.ModuleDict({str(layer): Block(spec, layer) for layer in range(spec.num_hidden_layers)})
+        self.norm = _norm(spec)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        dropout_keys: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        x_BTC = self.embed_tokens(tokens_BT)
+        rope = None
+        if self.spec.positions == "learned":
+            x_BTC = x_BTC + self.embed_positions(positions_BT)
+        else:
+            rope = angles(self.spec, positions_BT, x_BTC.dtype)
+        x_BTC = self.embedding_dropout(x_BTC, dropout_keys)
+        for block in self.layers.values():
+            x_BTC = block(x_BTC, rope, dropout_keys, cache)
+        return self.norm(x_BTC)
+
+
+class Decoder(nn.Module):
+    """A language model: token ids in, logits out."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        if spec.latent_attention is not None:
+            raise NotImplementedError(
+                "the decoder has no multi-head latent attention; check_buildable() says so to users"
+            )
+        self.spec = spec
+        self.dropout_seed = 0
+        self.model = Body(spec)
+        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias="head" in spec.bias)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the head use the embedding's weight, if the spec says so; `to_empty` of a meta model undoes it."""
+        if self.spec.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        samples_B: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """Logits (batch, tokens, vocabulary).
+
+        `positions` default to 0, 1, ... after what the cache holds. `samples` are the global numbers of the sequences,
+        from which dropout masks follow; without them a model in training mode draws them from torch's generator.
+        """
+        if positions_BT is None:
+            start = cache.length if cache is not None else 0
+            positions_BT = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)[None]
+        hidden_BTC = self.model(tokens_BT, positions_BT, self._dropout_keys(tokens_BT, positions_BT, samples_B), cache)
+        return self.lm_head(hidden_BTC)
+
+    def _dropout_keys(self, tokens_BT: Tensor, positions_BT: Tensor, samples_B: Tensor | None) -> Tensor | None:
+        if not (self.training and self.spec.dropout):
+            return None
+        if samples_B is None:
+            samples_B = torch.randint(2**62, tokens_BT.shape[:1], device=tokens_BT.device)
+        return token_keys(self.dropout_seed, samples_B, positions_BT.expand_as(tokens_BT))

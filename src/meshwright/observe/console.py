@@ -1,0 +1,126 @@
+"""What a person sees while a run goes on: what really runs, a progress display, and what to do next.
+
+On a terminal a bar that stays in place; elsewhere a line every observe.log_every steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from meshwright.models.count import count_parameters
+from meshwright.train.hooks import Hook, Metrics
+from meshwright.train.loop import TrainingLoop
+
+
+class Console(Hook):
+    """The run on the first rank's console."""
+
+    def __init__(self, terminal: Terminal | None = None) -> None:
+        self.terminal = terminal or Terminal(highlight=False)
+        self.progress: Progress | None = None
+        self.task = TaskID(0)
+        self.started = 0.0
+        self.last_eval: float | None = None
+
+    def at_start(self, trainer: TrainingLoop) -> None:
+        if not trainer.world.is_first:
+            return
+        self.started = time.monotonic()
+        self.terminal.print(introduction(trainer), soft_wrap=True)
+        if self.terminal.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[numbers]}"),
+                TextColumn("ETA"),
+                TimeRemainingColumn(),
+            )
+            self.progress = Progress(*columns, console=self.terminal, expand=True)
+            total = trainer.config.train.steps
+            self.task = self.progress.add_task("", total=total, completed=trainer.step, numbers="starting")
+            self.progress.start()
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        if not trainer.world.is_first:
+            return
+        self.last_eval = metrics.get("eval_loss", self.last_eval)
+        if self.progress is not None:
+            self.progress.update(self.task, completed=trainer.step, numbers=numbers(metrics, self.last_eval))
+            return
+        last = trainer.step == trainer.config.train.steps or trainer.stop_reason is not None
+        if trainer.step % trainer.config.observe.log_every == 0 or last or "eval_loss" in metrics:
+            done = trainer.step - (trainer.resumed_from.step if trainer.resumed_from else 0)
+            left = (time.monotonic() - self.started) / done * (trainer.config.train.steps - trainer.step)
+            steps = f"step {trainer.step}/{trainer.config.train.steps}"
+            line = f"{steps}  {numbers(metrics, metrics.get('eval_loss'))}  ETA {clock(left)}"
+            print(line, file=self.terminal.file, flush=True)
+
+    def at_end(self, trainer: TrainingLoop) -> None:
+        self.close()
+        if not trainer.world.is_first:
+            return
+        folder = trainer.job.folder.path
+        if trainer.resumed_from and trainer.step == trainer.resumed_from.step:
+            self.terminal.print(f"this run is already at step {trainer.step}; raise train.steps to go on with it")
+            return
+        why = f"stopped at step {trainer.step} ({trainer.stop_reason})" if trainer.stop_reason else "finished"
+        seconds = time.monotonic() - self.started
+        self.terminal.print(f"{why} after {clock(seconds)}; everything is in {folder}", soft_wrap=True)
+        if trainer.stop_reason:
+            self.terminal.print("the same command goes on from there", soft_wrap=True)
+        else:
+            self.terminal.print(f'next: meshwright generate {folder} "your prompt"', soft_wrap=True)
+
+    def close(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+            self.progress = None
+            sys.stdout.flush()
+
+
+def introduction(trainer: TrainingLoop) -> str:
+    """What this run really is, in three lines."""
+    job, config = trainer.job, trainer.config
+    count = count_parameters(job.spec)
+    active = f" ({human(count.active)} active)" if count.active != count.total else ""
+    name = config.model.preset or config.model.from_hf or "model"
+    ranks = "1 process" if trainer.world.size == 1 else f"{trainer.world.size} processes over {trainer.world.backend}"
+    batches = sorted(job.batches.sizes())
+    batch = str(batches[0]) if len(batches) == 1 else f"{batches[0]}..{batches[-1]}"
+    corpora = " + ".join(f"{corpus.path}: {human(corpus.tokens)} tokens" for corpus in job.sampler.corpora)
+    start = f"from step {trainer.step} " if trainer.step else ""
+    return (
+        f"model  {name}: {human(count.total)} parameters{active}, {config.train.precision}\n"
+        f"data   {corpora}; tokenizer {job.tokenizer.name}\n"
+        f"run    {ranks} on {trainer.world.device}, {job.strategy}; "
+        f"{start}to step {config.train.steps} with {batch} x {config.data.sequence_length} tokens each"
+    )
+
+
+def numbers(metrics: Metrics, eval_loss: float | None) -> str:
+    """The figures of a step in one line."""
+    evaluated = f"  held-out {eval_loss:.4f}" if eval_loss is not None else ""
+    return (
+        f"loss {metrics['loss']:.4f}{evaluated}  grad norm {metrics['grad_norm']:.2f}  lr {metrics['lr']:.1e}  "
+        f"{metrics['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+def human(count: float) -> str:
+    """A count in thousands, millions or billions."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {letter}"
+    return f"{count:g}"
+
+
+def clock(seconds: float) -> str:
+    """A duration as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,29 @@
+"""What the model has learned, in its own words: a continuation of a prompt at the end of the run."""
+
+from __future__ import annotations
+
+from rich.console import Console as Terminal
+from rich.panel import Panel
+from rich.text import Text
+
+from meshwright.models.generate import continue_text
+from meshwright.train.hooks import Hook
+from meshwright.train.loop import TrainingLoop
+
+
+class Sample(Hook):
+    """Prints a continuation of a prompt."""
+
+    def __init__(self, prompt: str, tokens: int) -> None:
+        self.prompt = prompt
+        self.tokens = tokens
+
+    def at_end(self, trainer: TrainingLoop) -> None:
+        if not trainer.world.is_first or trainer.stop_reason is not None:
+            return
+        pieces = continue_text(
+            trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, seed=trainer.config.run.seed
+        )
+        text = Text(self.prompt, style="bold")
+        text.append("".join(pieces), style="not bold")
+        Terminal().print(Panel(text, title="what it has learned to write", title_align="left", expand=False))

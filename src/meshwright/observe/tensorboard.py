@@ -1,0 +1,113 @@
+"""TensorBoard event files, written without the tensorboard package (which brings a server and ten dependencies).
+
+A file is a sequence of records (length, checksum of the length, data, checksum of the data); data is an `Event` message
+of protocol buffers, of which scalars need five fields.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from meshwright.train.hooks import Hook, Metrics
+from meshwright.train.loop import TrainingLoop
+
+TAGS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+    "tokens_per_s": "perf/tokens_per_second",
+    "step_s": "perf/step_time_s",
+    "eval_loss": "eval/loss",
+}
+
+
+class TensorBoard(Hook):
+    """Writes each step's metrics for TensorBoard."""
+
+    def __init__(self) -> None:
+        self.writer: EventWriter | None = None
+
+    def at_start(self, trainer: TrainingLoop) -> None:
+        if trainer.world.is_first:
+            self.writer = EventWriter(trainer.job.folder.tensorboard)
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        if self.writer is not None:
+            self.writer.scalars(trainer.step, {tag: metrics[name] for name, tag in TAGS.items() if name in metrics})
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+class EventWriter:
+    """Appends scalars to a new event file in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file: BinaryIO = (folder / name).open("xb")
+        self._record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Add named values of a step."""
+        entries = b"".join(_bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items())
+        self._record(_double(1, time.time()) + _varint(2, step) + _bytes(5, entries))
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+    def _record(self, data: bytes) -> None:
+        length = struct.pack("<Q", len(data))
+        self._file.write(length + _checksum(length) + data + _checksum(data))
+        self._file.flush()
+
+
+def _double(field: int, value: float) -> bytes:
+    return bytes([field << 3 | 1]) + struct.pack("<d", value)
+
+
+def _float(field: int, value: float) -> bytes:
+    return bytes([field << 3 | 5]) + struct.pack("<f", value)
+
+
+def _varint(field: int, value: int) -> bytes:
+    return bytes([field << 3]) + _number(value)
+
+
+def _bytes(field: int, value: bytes) -> bytes:
+    return bytes([field << 3 | 2]) + _number(len(value)) + value
+
+
+def _number(value: int) -> bytes:
+    """Seven bits a byte, lowest first; the high bit says that more follow."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
+
+
+def _checksum(data: bytes) -> bytes:
+    """CRC-32C, rotated and offset as the record format asks."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def _entry(index: int) -> int:
+    for _ in range(8):
+        index = index >> 1 ^ (0x82F63B78 if index & 1 else 0)
+    return index
+
+
+_TABLE = [_entry(index) for index in range(256)]

@@ -1,0 +1,96 @@
+"""World: which rank this process is, of how many, on which device. Passed around, never global.
+
+A single process is a world of one without a process group. Ranks of a launcher (torchrun, Slurm's wrapper, ...) are
+found from its environment variables; local ranks are started by `launch.local`, which gives the store.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes that train together, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    backend: str = "none"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all: console, metrics, checkpoints."""
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks; None in a world of one."""
+        return dist.group.WORLD if self.size > 1 else None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def launched_ranks() -> tuple[int, int, int] | None:
+    """(rank, size, local rank) that a launcher's environment names, if one started this process."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank = int(os.environ["RANK"])
+    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
+
+
+def pick_device(setting: str, local_rank: int) -> torch.device:
+    """The device of a local rank for run.device=auto|cpu|cuda."""
+    available = torch.cuda.is_available()
+    if setting == "cuda" and not available:
+        raise ConfigError(
+            "run.device='cuda' and PyTorch sees no GPU; set run.device=cpu, or install a CUDA build of PyTorch"
+        )
+    if setting == "cpu" or not available:
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"process {local_rank + 1} on this machine has no GPU of its own ({torch.cuda.device_count()} found); "
+            f"start with --nproc {torch.cuda.device_count()} or set run.device=cpu"
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def join_world(
+    device_setting: str,
+    timeout_s: float,
+    ranks: tuple[int, int, int] = (0, 1, 0),
+    store: dist.Store | None = None,
+) -> Iterator[World]:
+    """The world of (rank, size, local rank); its process group lives as long as the context."""
+    rank, size, local_rank = ranks
+    device = pick_device(device_setting, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        yield World(device=device)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    # Without a store, torch finds the one that the launcher's variables name.
+    where = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timeout, **where)
+    try:
+        yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,189 @@
+"""What happens around the steps: stop requests, evaluation, early stop, checkpoints. Recording lives in `observe`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, MutableMapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+
+from meshwright.checkpoint.format import Manifest
+from meshwright.checkpoint.save import describe_tensors, prune, save_checkpoint
+from meshwright.checkpoint.training_state import gather_state
+from meshwright.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from meshwright.train.loop import TrainingLoop
+
+Metrics = MutableMapping[str, float]
+
+
+class Hook:
+    """Something that happens around the steps. Runs on every rank, in the order of the list."""
+
+    def at_start(self, trainer: TrainingLoop) -> None:
+        """Before the first step."""
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        """After each step; what is put into `metrics` is recorded by the hooks that follow."""
+
+    def at_end(self, trainer: TrainingLoop) -> None:
+        """After the last step of a run that was not cut off by an error."""
+
+    def close(self) -> None:
+        """Always, at the very end."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must remember of this hook."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint remembers."""
+
+
+class OpenFolder(Hook):
+    """The run folder: configuration, tokenizer, start and end events."""
+
+    def __init__(self) -> None:
+        self.lock: TextIO | None = None
+
+    def at_start(self, trainer: TrainingLoop) -> None:
+        if not trainer.world.is_first:
+            return
+        folder = trainer.job.folder
+        self.lock = folder.open(trainer.config)
+        folder.forget_metrics_after(trainer.step)
+        if not folder.tokenizer.exists():
+            trainer.job.tokenizer.save(folder.tokenizer)
+        kind = "resumed" if trainer.resumed_from else "started"
+        folder.event(
+            kind,
+            step=trainer.step,
+            strategy=str(trainer.job.strategy),
+            ranks=trainer.world.size,
+            device=str(trainer.world.device),
+            backend=trainer.world.backend,
+            torch=torch.__version__,
+        )
+
+    def at_end(self, trainer: TrainingLoop) -> None:
+        if trainer.world.is_first:
+            trainer.job.folder.event(
+                "stopped" if trainer.stop_reason else "finished", step=trainer.step, reason=trainer.stop_reason
+            )
+
+    def close(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+class StopOnSignal(Hook):
+    """The first SIGINT or SIGTERM stops the run after the step in hand and saves; the second ends it at once."""
+
+    def __init__(self) -> None:
+        self.previous: dict[signal.Signals, Any] = {}
+
+    def at_start(self, trainer: TrainingLoop) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if trainer.stop_reason is not None:
+                os._exit(128 + number)
+            name = signal.Signals(number).name
+            trainer.stop(name)
+            if trainer.world.is_first:
+                # A handler may interrupt a write of the console's own buffer: go around it.
+                os.write(sys.stderr.fileno(), b"\nstopping after this step and saving; again to stop at once\n")
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.previous[number] = signal.signal(number, handle)
+            except ValueError:  # Only a main thread may; a trainer in another thread is stopped through stop().
+                return
+
+    def close(self) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+
+class Evaluate(Hook):
+    """The loss on the held-out sequences, every train.eval_every steps and at the last one."""
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        every = trainer.config.train.eval_every
+        if trainer.step == trainer.config.train.steps or (every and trainer.step % every == 0):
+            started = time.perf_counter()
+            loss = trainer.evaluate()
+            if loss is not None:
+                metrics["eval_loss"] = loss
+                metrics["eval_s"] = time.perf_counter() - started
+
+
+class EarlyStop(Hook):
+    """Stops a run whose held-out loss has not improved for train.early_stop evaluations in a row."""
+
+    def __init__(self) -> None:
+        self.best = float("inf")
+        self.misses = 0
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        if "eval_loss" not in metrics or not trainer.config.train.early_stop:
+            return
+        if metrics["eval_loss"] < self.best:
+            self.best, self.misses = metrics["eval_loss"], 0
+            return
+        self.misses += 1
+        if self.misses >= trainer.config.train.early_stop:
+            trainer.stop(f"no better evaluation loss than {self.best:.4f} in {self.misses} evaluations")
+
+    def state(self) -> dict[str, Any]:
+        # JSON has no infinity.
+        return {"early_stop": {"best": self.best, "misses": self.misses}} if self.best < float("inf") else {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if "early_stop" in state:
+            self.best, self.misses = state["early_stop"]["best"], state["early_stop"]["misses"]
+
+
+class SaveCheckpoints(Hook):
+    """A checkpoint every checkpoint.every steps, and at the end or when the run is asked to stop."""
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        every = trainer.config.checkpoint.every
+        if not every or trainer.step % every or trainer.step == trainer.config.train.steps:
+            return
+        try:
+            save(trainer)
+        except CheckpointError as error:
+            # The steps since the last checkpoint are at risk, those done are not lost: go on and say so.
+            trainer.job.folder.event("checkpoint_failed", step=trainer.step, error=str(error))
+            print(f"meshwright: {error}; training goes on without it", file=sys.stderr)
+
+    def at_end(self, trainer: TrainingLoop) -> None:
+        save(trainer)
+
+
+def save(trainer: TrainingLoop) -> None:
+    """Save the trainer's state as a checkpoint of its run; only the first rank writes."""
+    if not trainer.world.is_first:
+        return
+    started = time.perf_counter()
+    files = gather_state(trainer.model, trainer.optimizer)
+    state: dict[str, Any] = {}
+    for hook in trainer.hooks:
+        state |= hook.state()
+    manifest = Manifest(
+        step=trainer.step,
+        position=trainer.job.batches.position(trainer.step),
+        strategy=str(trainer.job.strategy),
+        model=trainer.job.spec,
+        state=state,
+        tensors=describe_tensors(files),
+    )
+    path = save_checkpoint(trainer.job.folder.checkpoints, manifest, files)
+    prune(trainer.job.folder.checkpoints, trainer.config.checkpoint.keep)
+    seconds = round(time.perf_counter() - started, 3)
+    trainer.job.folder.event("checkpoint", step=trainer.step, path=path.name, seconds=seconds)

@@ -1,0 +1,194 @@
+"""The training loop: get a batch, step, tell the hooks. Features hook in and are not known here by name."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from meshwright.checkpoint.format import Manifest, list_checkpoints, read_manifest
+from meshwright.checkpoint.training_state import restore_model, restore_optimizer
+from meshwright.config import RunConfig
+from meshwright.data.prefetch import Prefetcher
+from meshwright.errors import UserError
+from meshwright.models.decoder import Decoder
+from meshwright.models.hf import load_hf
+from meshwright.models.initialize import build
+from meshwright.models.mixture import finish_step, mixtures
+from meshwright.parallel.data import replicate, synchronise
+from meshwright.parallel.world import World
+from meshwright.train.hooks import Hook
+from meshwright.train.job import Job, make_job
+from meshwright.train.loss import IGNORED, summed_cross_entropy
+from meshwright.train.optimizer import clip_gradients, make_optimizer
+from meshwright.train.schedule import learning_rate
+
+
+class TrainingError(UserError):
+    """The run cannot go on: its numbers are no longer numbers."""
+
+    exit_code = 1
+
+
+class TrainingLoop:
+    """Trains one configuration on one rank; `train()` runs to the end, a stop request or an error."""
+
+    def __init__(self, config: RunConfig | Job, world: World | None = None, hooks: Sequence[Hook] = ()) -> None:
+        self.world = world or World()
+        self.job = config if isinstance(config, Job) else make_job(config, self.world.size)
+        self.config = self.job.config
+        self.step = 0
+        self.stop_reason: str | None = None
+        if self.config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.model = self._make_model()
+        self.optimizer = make_optimizer(self.model, self.config.train)
+        self.hooks = list(hooks)
+        self.resumed_from = self._resume()
+        self.replica = replicate(self.model, self.world)
+
+    def train(self) -> None:
+        """Train to the end of the run, or until someone asks to stop."""
+        for hook in self.hooks:
+            hook.at_start(self)
+        try:
+            with self._batches() as batches:
+                for step, batch in batches:
+                    metrics = self.train_step(step, batch)
+                    self.step = step + 1
+                    for hook in self.hooks:
+                        hook.after_step(self, metrics)
+                    if self.stop_reason is not None:
+                        break
+            for hook in self.hooks:
+                hook.at_end(self)
+        finally:
+            for hook in self.hooks:
+                hook.close()
+
+    def train_step(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
+        """One optimizer step on this rank's share of the global batch."""
+        started = time.perf_counter()
+        tokens, samples = batch["tokens"].to(self.world.device, non_blocking=True), batch["samples"]
+        samples = samples.to(self.world.device, non_blocking=True)
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        valid = self.world.sum((targets != IGNORED).sum())
+        losses = []
+        for mixture in mixtures(self.model):
+            mixture.auxiliary_scale = 1 / len(tokens)
+        for index in range(len(tokens)):
+            with synchronise(self.replica, now=index == len(tokens) - 1):
+                with self.precision():
+                    logits = self.replica(inputs[index], samples_B=samples[index])
+                    loss = summed_cross_entropy(logits, targets[index]) / valid
+                loss.backward()
+            losses.append(loss.detach())
+        norm = clip_gradients(self.model.parameters(), self.config.train.grad_clip)
+        rate = learning_rate(self.config.train, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        finish_step(self.model)
+        loss, stopping = self._agree(torch.stack(losses).sum())
+        if stopping and self.stop_reason is None:
+            self.stop_reason = "another rank was asked to stop"
+        metrics = {"step": step + 1, "loss": loss, "grad_norm": float(norm), "lr": rate}
+        if not (math.isfinite(loss) and math.isfinite(metrics["grad_norm"])):
+            raise TrainingError(self._explain_divergence(metrics))
+        seconds = time.perf_counter() - started
+        return metrics | {"tokens_per_s": int(valid) / seconds, "tokens": int(valid), "step_s": seconds}
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss on the held-out sequences, the same for every number of ranks; None when there are none."""
+        count = min(self.config.train.eval_sequences, self.job.sampler.validation_sequences)
+        if count == 0:
+            return None
+        self.model.eval()
+        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        size = self.config.train.micro_batch or max(1, self.config.train.global_batch // self.world.size)
+        for start in range(self.world.rank * size, count, self.world.size * size):
+            rows = self.job.sampler.validation_rows(start, min(size, count - start))
+            tokens = torch.from_numpy(rows).to(self.world.device)
+            with self.precision():
+                loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+            total += torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
+        self.model.train()
+        loss_sum, valid = self.world.sum(total).tolist()
+        return loss_sum / valid
+
+    def precision(self) -> AbstractContextManager[None]:
+        """The context in which the model computes."""
+        if self.config.train.precision == "bf16":
+            return torch.autocast(self.world.device.type, torch.bfloat16)
+        return nullcontext()
+
+    def make_batch(self, step: int) -> dict[str, np.ndarray]:
+        """This rank's part of a step: tokens (micro-steps, samples, tokens + 1) and the samples' global numbers.
+
+        A micro-step is a run of samples over all ranks, so that it holds the same samples however many ranks share it.
+        """
+        size = self.job.batches.batch(step)
+        micro_steps = self.job.strategy.micro_steps(size, self.config.train.micro_batch)
+        share = size // micro_steps // self.world.size
+        first = self.job.batches.position(step) + self.world.rank * share
+        starts = [first + index * share * self.world.size for index in range(micro_steps)]
+        return {
+            "tokens": np.stack([self.job.sampler.rows(start, share) for start in starts]),
+            "samples": np.stack([np.arange(start, start + share) for start in starts]),
+        }
+
+    def stop(self, reason: str) -> None:
+        """Ask all ranks to stop after the step in hand."""
+        self.stop_reason = self.stop_reason or reason
+
+    def _agree(self, loss: Tensor) -> tuple[float, bool]:
+        """The loss of the whole batch, and whether any rank was asked to stop."""
+        both = self.world.sum(
+            torch.stack((loss.double(), loss.new_tensor(float(self.stop_reason is not None)).double()))
+        )
+        total, stopping = both.tolist()
+        return total, stopping > 0
+
+    def _batches(self) -> Prefetcher:
+        pin = self.world.device.type == "cuda"
+        return Prefetcher(self.make_batch, self.step, self.config.train.steps, depth=self.config.data.prefetch, pin=pin)
+
+    def _make_model(self) -> Decoder:
+        dtype = torch.float64 if self.config.train.precision == "float64" else torch.float32
+        if self.config.model.from_hf:
+            model = load_hf(self.config.model.from_hf, device=self.world.device, dtype=dtype)
+        else:
+            model = build(self.job.spec, self.config.run.seed, self.world.device, dtype)
+        model.dropout_seed = self.config.run.seed
+        return model.train()
+
+    def _resume(self) -> Manifest | None:
+        """Take up the latest checkpoint of the run folder, if there is one."""
+        if self.config.run.fresh:
+            return None
+        found = list_checkpoints(self.job.folder.checkpoints)
+        if not found:
+            return None
+        manifest = read_manifest(found[-1])
+        restore_model(self.model, found[-1], manifest)
+        restore_optimizer(self.model, self.optimizer, found[-1], manifest)
+        self.step = manifest.step
+        assert manifest.position == self.job.batches.position(self.step)
+        for hook in self.hooks:
+            hook.restore(manifest.state)
+        return manifest
+
+    def _explain_divergence(self, metrics: dict[str, float]) -> str:
+        return (
+            f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: training has diverged. "
+            f"The checkpoints in {self.job.folder.checkpoints} are from before. "
+            f"Lower train.lr={self.config.train.lr:g}, lengthen train.warmup_steps={self.config.train.warmup_steps}, "
+            "or use train.precision=float32."
+        )

@@ -1,0 +1,121 @@
+"""The run folder: one configuration, its metrics, events and checkpoints. Decides whether a run starts or goes on."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from meshwright._version import __version__
+from meshwright.config import RunConfig, load_config
+from meshwright.config_load import format_config
+from meshwright.errors import CheckpointError
+
+
+class RunFolder:
+    """Where a run's files lie."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.tokenizer = self.path / "tokenizer"
+
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.exists()
+
+    def check(self, config: RunConfig) -> None:
+        """Raise unless a run of this configuration may start or go on here."""
+        if self.path.exists() and not self.path.is_dir():
+            raise CheckpointError(f"run.dir={self.path} is a file; name a folder")
+        if not self.path.exists() or config.run.fresh:
+            return
+        if not self.holds_run:
+            if any(self.path.iterdir()):
+                raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
+            return
+        if differing := _differences(load_config(self.config).identity(), config.identity()):
+            raise CheckpointError(
+                f"{self.path} holds a run of another configuration:\n    "
+                + "\n    ".join(differing)
+                + "\n  Choose another run.dir to start a new run, --fresh to set the old run aside, "
+                "or give the old settings to go on with it."
+            )
+
+    def open(self, config: RunConfig) -> TextIO:
+        """Make the folder ready, write the configuration, and hold it for this process; gives the lock to keep."""
+        if config.run.fresh and self.holds_run:
+            lock = self._lock()
+            previous = self.path.with_name(self.path.name + ".previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            self.path.rename(previous)
+            lock.close()
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = self._lock()
+        header = f"# The resolved configuration of this run, written by meshwright {__version__}.\n"
+        # The next start of this folder goes on with the run, whether or not this one started it anew.
+        settled = config.model_copy(update={"run": config.run.model_copy(update={"fresh": False})})
+        write_atomically(self.config, header + format_config(settled))
+        return lock
+
+    def _lock(self) -> TextIO:
+        lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise CheckpointError(
+                f"another process is training in {self.path}; wait for it or choose another run.dir"
+            ) from None
+        return lock
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Append a line to events.jsonl."""
+        line = {"time": round(time.time(), 3), "event": kind, **facts}
+        with self.events.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that will be computed again."""
+        if not self.metrics.exists():
+            return
+        lines = self.metrics.read_text().splitlines()
+        kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= step]
+        if len(kept) != len(lines):
+            write_atomically(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content as a whole: a reader, or a crash, sees the old or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _step_of(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None  # A line that a crash cut short.
+
+
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{section}.{key} was {old[section].get(key)!r}, now {value!r}"
+        for section, values in new.items()
+        for key, value in values.items()
+        if old[section].get(key) != value
+    ]

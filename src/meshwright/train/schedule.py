@@ -1,0 +1,29 @@
+"""The learning rate of a step: a pure function of the step and the settings."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.config import TrainSection
+
+
+def learning_rate(train: TrainSection, step: int) -> float:
+    """The learning rate of optimizer step `step`, counted from 0."""
+    if step < train.warmup_steps:
+        return train.lr * (step + 1) / train.warmup_steps
+    match train.schedule:
+        case "constant":
+            return train.lr
+        case "cosine":
+            share = (1 + math.cos(math.pi * _progress(step, train.warmup_steps, train.steps))) / 2
+        case "linear":
+            share = 1 - _progress(step, train.warmup_steps, train.steps)
+        case "wsd":
+            decay = train.decay_steps or max(1, train.steps // 10)
+            share = 1 - _progress(step, max(train.warmup_steps, train.steps - decay), train.steps)
+    return train.min_lr + (train.lr - train.min_lr) * share
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    """How far a decay from `start` has come; the last step reaches 1 - 1 / length, the step after it 1."""
+    return min(1.0, max(0.0, (step - start) / max(1, end - start)))

@@ -1,0 +1,76 @@
+"""Shared by all tests: one thread per process, a small corpus, a way to run the command line for real."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: forked ranks must not inherit a thread pool.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshwright.data.prepare import prepare
+
+WORDS = "the a mesh of ranks trains one model and every rank holds its own shard while gradients travel".split()
+
+
+def write_text(path: Path, characters: int, seed: int = 0) -> Path:
+    """A file of random words, about that long."""
+    draw = random.Random(seed)
+    text: list[str] = []
+    length = 0
+    while length < characters:
+        text.append(draw.choice(WORDS) + draw.choice([" ", " ", " ", ".\n"]))
+        length += len(text[-1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(text))
+    return path
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed corpus of 60,000 bytes in three documents."""
+    root = tmp_path_factory.mktemp("corpus")
+    for number in range(3):
+        write_text(root / "text" / f"{number}.txt", 20_000, seed=number)
+    prepare([root / "text"], root / "packed", "bytes", workers=1)
+    return root / "packed"
+
+
+CommandLine = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def meshwright(tmp_path: Path) -> CommandLine:
+    """Runs `meshwright ...` as a user would, in an empty folder; stdout and stderr are kept apart."""
+
+    def run(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "meshwright", *map(str, arguments)]
+        environment = {**os.environ, **variables}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
+
+    return run
+
+
+@pytest.fixture
+def tiny_run(corpus: Path) -> list[str]:
+    """Overrides of a run that takes about a second."""
+    return [
+        "model.preset=tiny",
+        "model.spec.num_hidden_layers=2",
+        f"data.path={corpus}",
+        "data.sequence_length=32",
+        "train.steps=6",
+        "train.global_batch=8",
+        "train.lr=1e-2",
+        "train.eval_sequences=8",
+    ]

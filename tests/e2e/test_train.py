@@ -1,0 +1,259 @@
+"""`meshwright train` as people use it: runs, resumes, stops, refuses. Real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import CommandLine, write_text
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "meshwright", "train", *arguments]
+    return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists() or len(metrics_so_far(run)) < step:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def metrics_so_far(run: Path) -> list[str]:
+    return (run / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_run_leaves_everything_that_its_folder_promises(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    result = meshwright("train", *tiny_run, "--nproc", 2, "run.dir=runs/a", "observe.sample=the ", "checkpoint.every=2")
+    assert result.returncode == 0, result.stderr
+    run = tmp_path / "runs/a"
+    found = metrics(run)
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    assert all({"step", "loss", "grad_norm", "lr", "tokens_per_s"} <= line.keys() for line in found)
+    assert found[-1]["loss"] < found[0]["loss"] - 1
+    assert "eval_loss" in found[-1]
+    assert [event["event"] for event in events(run)] == ["started", "checkpoint", "checkpoint", "finished", "checkpoint"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
+    manifest = json.loads((run / "checkpoints/step-000006/manifest.json").read_text())
+    assert (manifest["step"], manifest["position"], manifest["strategy"]) == (6, 48, "dp=2")
+    board = EventAccumulator(str(run / "tensorboard"))
+    board.Reload()
+    assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert "2 processes over gloo" in result.stdout
+    assert "step 6/6" in result.stdout
+    assert "what it has learned to write" in result.stdout
+    assert not [path for path in run.rglob(".*") if path.name != ".lock"]
+
+
+def test_resolved_configuration_reproduces_the_run_bit_for_bit(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    options = [*tiny_run, "train.deterministic=true"]
+    assert meshwright("train", *options, "run.dir=a", "parallel.strategy=dp=2").returncode == 0
+    again = meshwright("train", tmp_path / "a/config.toml", "run.dir=b")
+    assert again.returncode == 0, again.stderr
+    assert "2 processes" in again.stdout
+    assert [line["loss"] for line in metrics(tmp_path / "a")] == [line["loss"] for line in metrics(tmp_path / "b")]
+    first, second = (load_file(tmp_path / run / "checkpoints/step-000006/model.safetensors") for run in "ab")
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_finished_run_goes_on_when_given_more_steps(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
+    done = meshwright("train", *tiny_run, "run.dir=a")
+    assert done.returncode == 0
+    assert "already" in done.stdout
+    more = meshwright("train", *tiny_run, "run.dir=a", "train.steps=8")
+    assert "from step 6 to step 8" in more.stdout
+    assert [line["step"] for line in metrics(tmp_path / "a")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_fresh_sets_the_old_run_aside(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
+    assert meshwright("train", *tiny_run, "run.dir=a", "train.lr=0.001", "--fresh").returncode == 0
+    assert len(metrics(tmp_path / "a")) == len(metrics(tmp_path / "a.previous")) == 6
+    # The new run is a run like any other: it goes on without --fresh.
+    assert meshwright("train", *tiny_run, "run.dir=a", "train.lr=0.001", "train.steps=7").returncode == 0
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_interrupt_saves_once_and_the_same_command_goes_on(tiny_run: list[str], tmp_path: Path, ranks: str) -> None:
+    options = [*tiny_run, "--nproc", ranks, "run.dir=a", "train.steps=100000"]
+    process = start(tmp_path, *options)
+    wait_for_step(tmp_path / "a", 3, process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert errors.count("stopping after this step") == 1
+    assert "Traceback" not in errors
+    (checkpoint,) = (tmp_path / "a/checkpoints").iterdir()
+    step = len(metrics(tmp_path / "a"))
+    assert checkpoint.name == f"step-{step:06d}"
+    assert f"stopped at step {step} (SIGINT)" in output
+    more = start(tmp_path, *options[:-1], f"train.steps={step + 2}")
+    assert more.wait(60) == 0
+    assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_second_interrupt_ends_at_once_and_leaves_no_process(tiny_run: list[str], tmp_path: Path, ranks: str) -> None:
+    # A step that takes minutes, so that the first interrupt is still waiting for its end.
+    options = [*tiny_run, "--nproc", ranks, "run.dir=a", "train.global_batch=8192"]
+    process = start(tmp_path, *options)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "a/metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks_running = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == 130
+    psutil.wait_procs(ranks_running, timeout=5)
+    assert not any(child.is_running() for child in ranks_running)
+
+
+def test_ranks_do_not_outlive_a_killed_parent(tiny_run: list[str], tmp_path: Path) -> None:
+    process = start(tmp_path, *tiny_run, "--nproc", "2", "run.dir=a", "train.steps=100000")
+    wait_for_step(tmp_path / "a", 1, process)
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    process.kill()
+    process.communicate()
+    psutil.wait_procs(ranks, timeout=10)
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+
+
+def test_nothing_listens_beyond_loopback(tiny_run: list[str], tmp_path: Path) -> None:
+    process = start(tmp_path, *tiny_run, "--nproc", "2", "run.dir=a", "train.steps=100000")
+    wait_for_step(tmp_path / "a", 1, process)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+    listening = [c.laddr.ip for p in family for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert listening, "gloo's own listeners should be seen"
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def test_torchrun_starts_the_same_run(tiny_run: list[str], tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "meshwright", "train", *tiny_run, "run.dir=a"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "2 processes over gloo" in result.stdout
+    assert len(metrics(tmp_path / "a")) == 6
+
+
+def test_terminal_shows_a_bar_and_what_to_do_next(tiny_run: list[str], tmp_path: Path) -> None:
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "meshwright", "train", *tiny_run, "run.dir=a", "train.steps=30"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
+    process = subprocess.Popen(command, cwd=tmp_path, stdin=terminal, stdout=terminal, stderr=terminal, env=environment)
+    os.close(terminal)
+    shown = b""
+    while select.select([controller], [], [], 60)[0]:
+        try:
+            piece = os.read(controller, 65536)
+        except OSError:  # The other side has closed.
+            break
+        shown += piece
+    os.close(controller)
+    assert process.wait(10) == 0
+    screen = shown.decode()
+    for expected in ("step", "30/30", "━", "loss", "grad norm", "tokens/s", "ETA", "meshwright generate a"):
+        assert expected in screen
+
+
+def test_early_stop_ends_a_run_that_no_longer_improves(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    options = [*tiny_run, "train.lr=1e-12", "train.eval_every=1", "train.early_stop=2", "train.steps=50", "run.dir=a"]
+    result = meshwright("train", *options)
+    assert result.returncode == 0, result.stderr
+    assert len(metrics(tmp_path / "a")) < 50
+    assert "no better evaluation loss" in result.stdout
+
+
+def test_bf16_learns_too(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    assert meshwright("train", *tiny_run, "train.precision=bf16", "run.dir=a").returncode == 0
+    found = metrics(tmp_path / "a")
+    assert found[-1]["loss"] < found[0]["loss"] - 1
+    weights = load_file(tmp_path / "a/checkpoints/step-000006/model.safetensors")
+    assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
+
+
+def test_divergence_stops_the_run_and_says_so(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    result = meshwright("train", *tiny_run, "train.lr=1e38", "train.grad_clip=0", "run.dir=a", "--nproc", 2)
+    assert result.returncode == 1
+    assert "training has diverged" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "a/checkpoints").exists()
+
+
+def test_weights_and_biases_gets_the_metrics(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    result = meshwright("train", *tiny_run, "observe.wandb=true", "run.dir=a", WANDB_MODE="offline", HOME=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert list((tmp_path / "a/wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_generate_continues_a_prompt_from_the_run(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a", "train.steps=60").returncode == 0
+    for place in ("a", "a/checkpoints/step-000060"):
+        result = meshwright("generate", place, "the mesh ", "--tokens", 40, "--temperature", 0)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("the mesh ")
+        assert len(result.stdout) == len("the mesh ") + 40 + 1
+    assert meshwright("generate", "nowhere", "x").returncode == 2
+
+
+def test_mixed_corpora_train(meshwright: CommandLine, tiny_run: list[str], corpus: Path, tmp_path: Path) -> None:
+    write_text(tmp_path / "other.txt", 5_000, seed=9)
+    assert meshwright("data", "prepare", "other.txt", "--out", "other", "--tokenizer", "bytes").returncode == 0
+    mix = f'data.mix=[{{path="{corpus}",weight=3}},{{path="other",weight=1}}]'
+    options = [option for option in tiny_run if not option.startswith("data.path")]
+    result = meshwright("train", *options, mix, "run.dir=a")
+    assert result.returncode == 0, result.stderr
+    assert " + other: 5" in result.stdout
+
+
+def test_data_sources_are_prepared_on_the_way(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    write_text(tmp_path / "texts/a.txt", 5_000)
+    options = [*tiny_run, "data.path=packed", "data.sources=['texts']", "data.tokenizer=bytes"]
+    assert meshwright("train", *options, "run.dir=a").returncode == 0
+    assert (tmp_path / "packed/index.json").exists()
+
+
+def test_explain_prints_value_origin_and_meaning(meshwright: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nlr = 0.125\n")
+    result = meshwright("train", "run.toml", "run.seed=7", "--preset", "demo", "--explain", COLUMNS="200")
+    assert result.returncode == 0
+    (row,) = [line for line in result.stdout.splitlines() if "train.lr " in line]
+    assert "0.125" in row
+    assert "run.toml, line 2" in row
+    assert "Highest learning rate" in row
+    (row,) = [line for line in result.stdout.splitlines() if "run.seed" in line]
+    assert "command line" in row
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,124 @@
+"""Data parallel on real ranks computes what one process computes: loss, gradient norm and final weights in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.config import load_config
+from meshwright.errors import UserError
+from meshwright.trainer import train
+
+CASES = {
+    "dense": [],
+    "accumulated": ["train.micro_batch=1"],
+    "dropout": ["model.spec.dropout=0.1"],
+    "tied": ["model.spec.tie_word_embeddings=true"],
+    "gpt2-like": [
+        "model.spec.norm=layernorm",
+        "model.spec.positions=learned",
+        "model.spec.activation=gelu_tanh",
+        "model.spec.bias=['q','k','v','o','up','down']",
+    ],
+    "experts": ["model.preset=tiny-moe", "model.spec.experts.router_bias_update_rate=0.01"],
+    "ramp": ["train.batch_schedule=4..12 over 4"],
+}
+
+Run = Callable[..., Path]
+
+
+@pytest.fixture
+def run(tiny_run: list[str], tmp_path: Path) -> Run:
+    """Trains in float64 and gives the run folder."""
+
+    def start(name: str, ranks: int, *overrides: str) -> Path:
+        settings = [*tiny_run, "train.precision=float64", "observe.tensorboard=false", "train.eval_every=3"]
+        folder = tmp_path / name
+        train(load_config(None, [*settings, *overrides, f"run.dir={folder}"]), ranks)
+        return folder
+
+    return start
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    assert [line["step"] for line in lines(one)] == [line["step"] for line in lines(other)]
+    for expected, found in zip(lines(one), lines(other), strict=True):
+        # A part of a run that ends early evaluates at its end, where the whole run does not.
+        for name in {"loss", "grad_norm", "lr", "tokens", "eval_loss"} & expected.keys() & found.keys():
+            assert found[name] == pytest.approx(expected[name], rel=1e-9), f"{name} of step {found['step']}"
+    assert "eval_loss" in lines(one)[-1].keys() & lines(other)[-1].keys()
+    (final,) = {path.name for path in (one / "checkpoints").iterdir()} & {p.name for p in (other / "checkpoints").iterdir()}
+    expected, found = (load_file(run / "checkpoints" / final / "model.safetensors") for run in (one, other))
+    assert expected.keys() == found.keys()
+    for name, weight in expected.items():
+        assert weight.dtype == torch.float64
+        bound = 1e-9 * max(1.0, float(weight.abs().max()))
+        assert float((weight - found[name]).abs().max()) <= bound, name
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_compute_what_one_process_computes(case: str, ranks: int, run: Run) -> None:
+    overrides = CASES[case]
+    # A micro-step holds the same samples however many ranks share it: its size on one process is that of all ranks.
+    alone = [o if o != "train.micro_batch=1" else f"train.micro_batch={ranks}" for o in overrides]
+    assert_same_run(run("one", 1, *alone), run("many", ranks, *overrides))
+
+
+def test_resuming_inside_a_ramp_on_other_ranks_repeats_and_loses_nothing(run: Run) -> None:
+    ramp = ["train.batch_schedule=4..12 over 4", "train.steps=6", "model.spec.dropout=0.1", "train.schedule=constant"]
+    whole = run("whole", 1, *ramp)
+    run("parts", 2, *ramp, "train.steps=2")
+    run("parts", 4, *ramp, "train.steps=3")
+    parts = run("parts", 1, *ramp, "train.steps=6")
+    assert_same_run(whole, parts)
+
+
+def test_failing_rank_is_named_with_its_own_traceback(corpus: Path) -> None:
+    from meshwright.launch.local import RankError, run_ranks
+    from meshwright.parallel.world import World
+
+    def work(world: World) -> None:
+        if world.rank == 1:
+            raise ZeroDivisionError("planted")
+        world.sum(torch.zeros(1))
+
+    with pytest.raises(RankError, match="rank 1 of 3 failed") as caught:
+        run_ranks(work, 3, device="cpu", timeout_s=60)
+    assert "ZeroDivisionError: planted" in str(caught.value)
+
+
+def test_killed_rank_is_named_although_the_others_complain_too() -> None:
+    import os
+    import signal
+
+    from meshwright.launch.local import RankError, run_ranks
+    from meshwright.parallel.world import World
+
+    def work(world: World) -> None:
+        if world.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        world.sum(torch.zeros(1))
+
+    with pytest.raises(RankError, match="rank 2 of 3 was ended by SIGKILL"):
+        run_ranks(work, 3, device="cpu", timeout_s=60)
+
+
+def test_mistake_found_by_a_rank_is_told_as_a_mistake() -> None:
+    from meshwright.launch.local import run_ranks
+    from meshwright.parallel.world import World
+
+    def work(world: World) -> None:
+        raise UserError("change train.lr")
+
+    with pytest.raises(UserError, match="change train.lr"):
+        run_ranks(work, 2, device="cpu", timeout_s=60)
