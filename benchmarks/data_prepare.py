@@ -101,9 +101,7 @@ def datasets_map(dataset: Any, tokenizer: Any, processes: int) -> int:
         ids = tokenizer(batch["text"], return_attention_mask=False)["input_ids"]
         return {"ids": ids}
 
-    mapped = dataset.map(
-        encode, batched=True, num_proc=processes, remove_columns=["text"], load_from_cache_file=False
-    )
+    mapped = dataset.map(encode, batched=True, num_proc=processes, remove_columns=["text"], load_from_cache_file=False)
     rows = mapped.num_rows
     for entry in mapped.cache_files:
         os.unlink(entry["filename"])

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from meshwright._version import __version__
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.load_model import load_model
     from meshwright.config import RunConfig, load_config
     from meshwright.models.hf import save_hf
-    from meshwright.checkpoint.load_model import load_model
     from meshwright.models.spec import ModelSpec
     from meshwright.strategy import Strategy
     from meshwright.trainer import Trainer, train
@@ -40,11 +40,16 @@ _HOME = {
     "save_hf": "meshwright.models.hf",
     "train": "meshwright.trainer",
 }
+_NEED_TORCH = {"Trainer", "load_model", "save_hf", "train"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'meshwright' has no attribute '{name}'")
+    if name in _NEED_TORCH:
+        from meshwright.torch_support import require_torch
+
+        require_torch()
     return getattr(import_module(_HOME[name]), name)
 
 

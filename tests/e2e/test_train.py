@@ -56,7 +56,13 @@ def test_a_run_leaves_everything_that_its_folder_promises(
     assert all({"step", "loss", "grad_norm", "lr", "tokens_per_s"} <= line.keys() for line in found)
     assert found[-1]["loss"] < found[0]["loss"] - 1
     assert "eval_loss" in found[-1]
-    assert [event["event"] for event in events(run)] == ["started", "checkpoint", "checkpoint", "finished", "checkpoint"]
+    assert [event["event"] for event in events(run)] == [
+        "started",
+        "checkpoint",
+        "checkpoint",
+        "finished",
+        "checkpoint",
+    ]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
     manifest = json.loads((run / "checkpoints/step-000006/manifest.json").read_text())
     assert (manifest["step"], manifest["position"], manifest["strategy"]) == (6, 48, "dp=2")
@@ -82,7 +88,9 @@ def test_resolved_configuration_reproduces_the_run_bit_for_bit(
     assert all(first[name].equal(second[name]) for name in first)
 
 
-def test_finished_run_goes_on_when_given_more_steps(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+def test_finished_run_goes_on_when_given_more_steps(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
     assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
     done = meshwright("train", *tiny_run, "run.dir=a")
     assert done.returncode == 0
@@ -189,7 +197,9 @@ def test_terminal_shows_a_bar_and_what_to_do_next(tiny_run: list[str], tmp_path:
         assert expected in screen
 
 
-def test_early_stop_ends_a_run_that_no_longer_improves(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+def test_early_stop_ends_a_run_that_no_longer_improves(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
     options = [*tiny_run, "train.lr=1e-12", "train.eval_every=1", "train.early_stop=2", "train.steps=50", "run.dir=a"]
     result = meshwright("train", *options)
     assert result.returncode == 0, result.stderr

@@ -56,7 +56,9 @@ def assert_same_run(one: Path, other: Path) -> None:
         for name in {"loss", "grad_norm", "lr", "tokens", "eval_loss"} & expected.keys() & found.keys():
             assert found[name] == pytest.approx(expected[name], rel=1e-9), f"{name} of step {found['step']}"
     assert "eval_loss" in lines(one)[-1].keys() & lines(other)[-1].keys()
-    (final,) = {path.name for path in (one / "checkpoints").iterdir()} & {p.name for p in (other / "checkpoints").iterdir()}
+    (final,) = {path.name for path in (one / "checkpoints").iterdir()} & {
+        p.name for p in (other / "checkpoints").iterdir()
+    }
     expected, found = (load_file(run / "checkpoints" / final / "model.safetensors") for run in (one, other))
     assert expected.keys() == found.keys()
     for name, weight in expected.items():

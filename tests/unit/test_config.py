@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 
 def refusal(*arguments: object, **options: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        resolve_config(*arguments, **options)  # type: ignore[arg-type]
+        resolve_config(*arguments, **options)
     return str(caught.value)
 
 
@@ -110,7 +110,7 @@ def test_written_configuration_reads_back_equal(preset: str) -> None:
 
 def test_every_setting_is_documented() -> None:
     for section, field in RunConfig.model_fields.items():
-        for name, entry in field.annotation.model_fields.items():  # type: ignore[union-attr]
+        for name, entry in field.annotation.model_fields.items():
             assert entry.description, f"{section}.{name} has no documentation"
 
 

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from meshwright.data.tokenizer import ByteTokenizer, load_tokenizer, saved_digest
 from meshwright.errors import DataError
 
-TEXTS = ["the cat sat on the mat", "der Hund läuft über die Straße", "猫が好き 🐈", "a\n\n  b\tc", "<|endoftext|> is text"]
+TEXTS = [
+    "the cat sat on the mat",
+    "der Hund läuft über die Straße",
+    "猫が好き 🐈",
+    "a\n\n  b\tc",
+    "<|endoftext|> is text",
+]
 
 
 @pytest.fixture(scope="module")

@@ -63,10 +63,14 @@ def _prepare(args: argparse.Namespace) -> int:
     how = "already prepared" if prepared.already else "prepared"
     kept = f" ({prepared.kept} kept from an earlier run)" if prepared.kept else ""
     print(
-        f"{how}: {args.out}: {corpus.tokens:,} tokens in {corpus.documents:,} documents, "
-        f"{len(corpus.index.shards)} shards{kept}"
+        f"{how}: {args.out}: {corpus.tokens:,} tokens in {_counted(corpus.documents, 'document')}, "
+        f"{_counted(len(corpus.index.shards), 'shard')}{kept}"
     )
     return 0
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _describe_folder(parser: argparse.ArgumentParser) -> None:
@@ -115,9 +119,9 @@ def _info(args: argparse.Namespace) -> int:
         "tokens": f"{corpus.tokens:,} ({corpus.index.dtype}, largest id {corpus.largest_token})",
         "documents": f"{corpus.documents:,} ({corpus.tokens / corpus.documents:,.1f} tokens each)",
         "tokenizer": f"{tokenizer.name} (vocabulary {tokenizer.vocab_size:,}, end of document {end})",
-        "sources": f"{', '.join(corpus.index.plan['sources'])} ({corpus.index.plan['files']:,} files, "
+        "sources": f"{', '.join(corpus.index.plan['sources'])} ({_counted(corpus.index.plan['files'], 'file')}, "
         f"{corpus.index.plan['bytes']:,} bytes)",
-        "on disk": f"{size:,} bytes in {len(corpus.index.shards)} shards",
+        "on disk": f"{size:,} bytes in {_counted(len(corpus.index.shards), 'shard')}",
         "digest": corpus.digest,
     }
     for name, text in rows.items():

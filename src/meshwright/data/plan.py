@@ -71,7 +71,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         same = " with other content" if old.get("tokenizer") == new["tokenizer"] else ""
         found.append(f"the tokenizer was {old.get('tokenizer')} and is {new['tokenizer']}{same}")
     if old.get("listing") != new["listing"]:
-        sizes = [f"{plan.get('files', 0):,} files of {plan.get('bytes', 0):,} bytes" for plan in (old, new)]
+        sizes = [f"{plan.get('bytes', 0):,} bytes in {plan.get('files', 0):,} file(s)" for plan in (old, new)]
         same = "the same number and sizes, but other names or times" if sizes[0] == sizes[1] else f"now {sizes[1]}"
         found.append(f"the sources were {sizes[0]} ({', '.join(old.get('sources', []))}) and are {same}")
     return "; ".join(found)
@@ -129,11 +129,13 @@ def lay_out(
 
 
 def sample_rate(units: Sequence[Unit], options: SourceOptions, tokenizer: Tokenizer) -> Rate:
-    """Tokenise the beginnings of a few units to learn what a byte gives."""
-    tokens, documents, size = 0, 0, 0
+    """Tokenise a little text at a few places of the sources to learn what a byte gives."""
     start = time.perf_counter()
-    for number in range(min(SAMPLES, len(units))):
-        unit = head(units[number * len(units) // min(SAMPLES, len(units))], SAMPLE_BYTES)
+    apart = max(sum(unit.size for unit in units) // SAMPLES, SAMPLE_BYTES)
+    places = list(cut_units(units, apart))
+    tokens, documents, size = 0, 0, 0
+    for number in range(min(SAMPLES, len(places))):
+        unit = head(places[number * len(places) // min(SAMPLES, len(places))], SAMPLE_BYTES)
         texts = next(iter(read_unit(unit, options)), [])
         if texts:
             tokens += len(tokenizer.encode_documents(texts)[0])

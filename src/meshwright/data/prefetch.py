@@ -85,5 +85,5 @@ class Prefetcher:
 
 
 def _tensor(array: NDArray[Any], pin: bool) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+    tensor = torch.from_numpy(np.array(array, dtype=np.int64))  # a copy: `make` may use its array again
     return tensor.pin_memory() if pin else tensor

@@ -23,10 +23,8 @@ def key_of(*parts: object) -> int:
 
 def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
     """64 random bits for each index, as int64."""
-    key = _signed(key) if isinstance(key, int) else key
-    bits = _mix(index * _signed(_GOLDEN) + key)
-    # A second round keeps nearby keys apart, which differ in few bits.
-    return _mix(bits + key)
+    # Keys are themselves well mixed (hashes, or bits from here): each is a random start in one long sequence.
+    return _mix(index * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key))
 
 
 def uniform(key: int | Tensor, index: Tensor) -> Tensor:
@@ -44,14 +42,15 @@ def normal(key: int, index: Tensor) -> Tensor:
 
 
 def _mix(bits: Tensor) -> Tensor:
-    bits = (bits ^ _logical_shift(bits, 30)) * _signed(_FIRST)
-    bits = (bits ^ _logical_shift(bits, 27)) * _signed(_SECOND)
-    return bits ^ _logical_shift(bits, 31)
+    """The finaliser, in place: the argument is a fresh intermediate of the caller."""
+    bits.bitwise_xor_(_logical_shift(bits, 30)).mul_(_signed(_FIRST))
+    bits.bitwise_xor_(_logical_shift(bits, 27)).mul_(_signed(_SECOND))
+    return bits.bitwise_xor_(_logical_shift(bits, 31))
 
 
 def _logical_shift(bits: Tensor, by: int) -> Tensor:
     # `>>` of int64 copies the sign bit; the mask takes the copies away.
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(value: int) -> int:

@@ -120,9 +120,9 @@ def _check_whole(model: Decoder) -> None:
 def _check_expert_bias(model: Decoder) -> None:
     if any(bool(mixture.expert_bias.any()) for mixture in mixtures(model)):
         raise CheckpointError(
-            f"the experts are balanced by a bias, and {model.spec.family} files have no place for it: the exported model "
-            "would choose other experts. To export it all the same, set `expert_bias` of every mixture to zero first "
-            "and measure what that costs; a model that is meant for export can balance its experts with "
+            f"the experts are balanced by a bias, and {model.spec.family} files have no place for it: the exported "
+            "model would choose other experts. To export it all the same, set `expert_bias` of every mixture to zero "
+            "first and measure what that costs; a model that is meant for export can balance its experts with "
             "router_aux_loss_coef instead of router_bias_update_rate"
         )
 

@@ -15,7 +15,7 @@ from meshwright.models.counter_random import key_of, normal
 from meshwright.models.decoder import Decoder
 from meshwright.models.spec import ModelSpec
 
-_PIECE = 1 << 20
+_PIECE = 1 << 16  # float64 and int64 pieces of this size stay in a core's cache
 
 
 def _deviation(spec: ModelSpec, name: str) -> float:

@@ -27,4 +27,3 @@ class Records(Hook):
     def close(self) -> None:
         if self.file is not None:
             self.file.close()
-

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.checkpoint.format import Manifest, list_checkpoints, read_manifest
 from meshwright.checkpoint.training_state import restore_model, restore_optimizer
@@ -45,6 +46,8 @@ class TrainingLoop:
         self.step = 0
         self.stop_reason: str | None = None
         if self.config.train.deterministic:
+            # Read when cuBLAS starts: without it, some of its sums take any order.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.model = self._make_model()
         self.optimizer = make_optimizer(self.model, self.config.train)

@@ -38,11 +38,13 @@ class RunFolder:
         """Raise unless a run of this configuration may start or go on here."""
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"run.dir={self.path} is a file; name a folder")
-        if not self.path.exists() or config.run.fresh:
+        if not self.path.exists():
             return
         if not self.holds_run:
-            if any(self.path.iterdir()):
+            if any(entry.name != ".lock" for entry in self.path.iterdir()):
                 raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
+            return
+        if config.run.fresh:
             return
         if differing := _differences(load_config(self.config).identity(), config.identity()):
             raise CheckpointError(
@@ -69,7 +71,7 @@ class RunFolder:
         return lock
 
     def _lock(self) -> TextIO:
-        lock = (self.path / ".lock").open("w")
+        lock = (self.path / ".lock").open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

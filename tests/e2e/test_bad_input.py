@@ -1,0 +1,162 @@
+"""Mistakes get one clear message, exit code 2, no traceback, and cost nothing that was there before."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.conftest import CommandLine, write_text
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
+    """Runs a command that must be refused and gives its message."""
+
+    def run(*arguments: object) -> str:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+        result = meshwright(*arguments)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert "Traceback" not in result.stderr
+        assert result.stderr.startswith("meshwright ")
+        after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+        assert before == {path: time for path, time in after.items() if path in before}, "a refusal changed files"
+        return result.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("train.stepz=3", "did you mean 'steps'?"),
+        ("train.steps=three", "should be a valid integer"),
+        ("model.preset=tinny", "did you mean 'tiny'?"),
+        ("model.preset=deepseek-v3", "latent attention"),
+        ("model.spec.num_hidden_layer=3", "num_hidden_layer"),
+        ("model.spec.num_key_value_heads=3", "num_key_value_heads=3 does not divide"),
+        ("data.path=nowhere", "nowhere"),
+        ("data.sequence_length=1024", "more than the model's 512 positions"),
+        ("train.global_batch=7", "not divisible by 2"),
+        ("train.micro_batch=3", "not divisible by 6"),
+        ("train.batch_schedule=8..9 over 4", "9"),
+        ("model.spec.vocab_size=100", "token id"),
+        ("parallel.strategy=dp=3", "needs 3 processes and there are 2"),
+        ("parallel.strategy=tp=2", "unknown key 'tp'"),
+        ("model.from_hf=nowhere", "exclude each other"),
+        ("data.tokenizer=nowhere.json", "nowhere.json"),
+        ("run.device=cuda", "no GPU"),
+    ],
+)
+def test_wrong_setting(refused: Refused, tiny_run: list[str], change: str, expected: str) -> None:
+    assert expected in refused("train", *tiny_run, "--nproc", 2, change)
+
+
+def test_no_model_and_no_data_say_what_to_set(refused: Refused, tiny_run: list[str]) -> None:
+    assert "set model.preset" in refused("train")
+    assert "set data.path" in refused("train", "model.preset=tiny")
+
+
+def test_corpus_shorter_than_one_sequence(
+    refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    assert meshwright("data", "prepare", "short.txt", "--out", "short", "--tokenizer", "bytes").returncode == 0
+    assert "10 tokens" in refused("train", *tiny_run, "data.path=short")
+
+
+def test_empty_and_missing_corpus(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "empty" in refused("data", "prepare", "empty", "--out", "packed", "--tokenizer", "bytes")
+    assert "missing" in refused("data", "prepare", "missing", "--out", "packed", "--tokenizer", "bytes")
+    assert not (tmp_path / "packed/index.json").exists()
+
+
+def test_token_that_the_index_hides_is_still_found(
+    refused: Refused, tiny_run: list[str], corpus: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in corpus.rglob("*"):
+        if path.is_file():
+            (copy / path.relative_to(corpus)).parent.mkdir(exist_ok=True)
+            (copy / path.relative_to(corpus)).write_bytes(path.read_bytes())
+    (shard,) = copy.glob("*.bin")
+    np.full(shard.stat().st_size // 2, 40_000, dtype="<u2").tofile(shard)
+    message = refused("train", *tiny_run, f"data.path={copy}")
+    assert "40000" in message or "40,000" in message
+
+
+def test_tokenizer_that_did_not_pack_the_corpus(refused: Refused, tiny_run: list[str], tmp_path: Path) -> None:
+    import tokenizers
+
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    bpe.train([str(write_text(tmp_path / "a.txt", 2000))], tokenizers.trainers.BpeTrainer(vocab_size=200))
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    assert "packed with the tokenizer" in refused("train", *tiny_run, "data.tokenizer=tokenizer.json")
+
+
+def test_run_folder_of_another_configuration(
+    refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
+    message = refused("train", *tiny_run, "run.dir=a", "train.lr=0.5", "run.seed=3")
+    assert "train.lr was 0.01, now 0.5" in message
+    assert "run.seed was 0, now 3" in message
+    assert "--fresh" in message
+
+
+def test_run_folder_that_is_not_one(refused: Refused, tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("years of work")
+    assert "not a run's" in refused("train", *tiny_run, "run.dir=mine")
+    assert "not a run's" in refused("train", *tiny_run, "run.dir=mine", "--fresh")
+
+
+def test_two_trainings_in_one_folder(
+    refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
+    with (tmp_path / "a/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "another process is training in a" in refused("train", *tiny_run, "run.dir=a", "train.steps=9")
+        assert "another process is training in a" in refused("train", *tiny_run, "run.dir=a", "--fresh")
+
+
+def test_damaged_checkpoint_is_named_and_not_used(
+    refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
+    weights = tmp_path / "a/checkpoints/step-000006/model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1000] ^= 1
+    weights.write_bytes(data)
+    message = refused("train", *tiny_run, "run.dir=a", "train.steps=9")
+    assert "step-000006/model.safetensors is damaged" in message
+    assert "damaged" in refused("generate", "a", "x")
+
+
+def test_checkpoint_of_another_shape_is_refused(
+    refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
+    manifest = tmp_path / "a/checkpoints/step-000006/manifest.json"
+    content = json.loads(manifest.read_text())
+    content["version"] = 99
+    manifest.write_text(json.dumps(content))
+    assert "another version" in refused("train", *tiny_run, "run.dir=a", "train.steps=9")
+
+
+def test_unknown_verb_and_two_files(refused: Refused, meshwright: CommandLine) -> None:
+    result = meshwright("trian")
+    assert result.returncode == 2
+    assert "did you mean 'train'?" in result.stderr
+    assert "one configuration file at a time" in refused("train", "a.toml", "b.toml")
+    assert "--nproc takes" in refused("train", "--preset", "demo", "--nproc", "0")
