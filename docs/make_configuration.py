@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the configuration classes; a test holds the page to what this prints.
 
-    python docs/make_configuration.py
+python docs/make_configuration.py
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from meshwright.config import RunConfig
 HEAD = """\
 # Configuration
 
-One TOML file, with overrides on the command line: `meshwright train run.toml train.steps=100`. An override splits at its
-first `=`. Later ones win: defaults, then `--preset`, then the file, then the command line. Unknown names and wrong values
-are errors that name the place and what is allowed; `meshwright train ... --explain` prints every setting with its value
-and origin. The resolved configuration of a run is in its folder as `config.toml` and reproduces the run.
+One TOML file, with overrides on the command line: `meshwright train run.toml train.steps=100`. An override splits at
+its first `=`. Later ones win: defaults, then `--preset`, then the file, then the command line. Unknown names and wrong
+values are errors that name the place and what is allowed; `meshwright train ... --explain` prints every setting with
+its value and origin. The resolved configuration of a run is in its folder as `config.toml` and reproduces the run.
 
 A run folder belongs to one configuration. Settings marked * may change when a run is resumed, the others may not.
 

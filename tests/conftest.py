@@ -18,7 +18,26 @@ import pytest
 
 from meshwright.data.prepare import prepare
 
-WORDS = ["the", "a", "mesh", "of", "ranks", "trains", "one", "model", "and", "every", "rank", "holds", "its", "own", "shard", "while", "gradients", "travel"]
+WORDS = [
+    "the",
+    "a",
+    "mesh",
+    "of",
+    "ranks",
+    "trains",
+    "one",
+    "model",
+    "and",
+    "every",
+    "rank",
+    "holds",
+    "its",
+    "own",
+    "shard",
+    "while",
+    "gradients",
+    "travel",
+]
 
 
 def write_text(path: Path, characters: int, seed: int = 0) -> Path:

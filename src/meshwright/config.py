@@ -90,7 +90,7 @@ class TrainSection(_Section):
     global_batch: int = Field(default=16, gt=0)
     """Samples per optimizer step, over all ranks."""
     batch_schedule: str | list[list[int]] | None = None
-    """Global batch that changes: "16..64 over 200" ramps up in the first 200 steps; [[0, 16], [100, 64]] sets it by hand."""
+    """Global batch that changes: "16..64 over 200" ramps up in 200 steps; [[0, 16], [100, 64]] sets it by hand."""
     micro_batch: int | None = free(None, gt=0)
     """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share."""
     lr: float = Field(default=3e-4, gt=0)
@@ -98,7 +98,7 @@ class TrainSection(_Section):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of a decay."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """Course of the learning rate after the warm-up; wsd is stable, then a linear decay over the last train.decay_steps."""
+    """Learning rate after the warm-up; wsd is stable, then decays linearly over the last train.decay_steps."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises linearly from zero; a shorter run ends while it rises."""
     decay_steps: int | None = Field(default=None, gt=0)

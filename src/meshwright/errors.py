@@ -1,7 +1,7 @@
 """What goes wrong because of something the user can change.
 
-A `UserError` is shown as its message alone, without a traceback, and ends the program with exit code 2 (its `exit_code`).
-Its message says what was found, what is allowed and what to do. Anything else is our own error and keeps its traceback.
+A `UserError` is shown as its message alone, without a traceback, and ends the program with its `exit_code`, 2. Its
+message says what was found, what is allowed and what to do. Anything else is our own error and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Strategy:
         return f"dp={self.dp}"
 
     def micro_steps(self, batch: int, micro_batch: int | None) -> int:
-        """Forward passes per optimizer step on each rank for a global batch, or a refusal with the nearest legal batch."""
+        """Forward passes per optimizer step on each rank for a global batch; refuses one that does not divide."""
         unit = self.dp * (micro_batch or 1)
         if batch % unit:
             below, above = batch // unit * unit, -(-batch // unit) * unit

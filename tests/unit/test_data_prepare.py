@@ -262,7 +262,7 @@ def test_a_folder_of_something_else_is_never_touched(corpus_file: Path, tmp_path
         with pytest.raises(DataError, match=r"was not made by .* \(it holds chapter.tex, index.json\); nothing was"):
             prepare([corpus_file], out, overwrite=overwrite)
     assert sorted(path.name for path in out.iterdir()) == ["chapter.tex", "index.json"]
-    with pytest.raises(DataError, match="chapter.tex is a file"):
+    with pytest.raises(DataError, match=r"chapter.tex is a file"):
         prepare([corpus_file], out / "chapter.tex")
     with pytest.raises(DataError, match="cannot be written: Not a directory"):
         prepare([corpus_file], out / "chapter.tex" / "below")

@@ -130,7 +130,7 @@ def test_a_changed_index_is_refused(folder: Path) -> None:
     ):
         assert "index.json is damaged" in str(changed(**values))
     (folder / "index.json").write_text("{")
-    with pytest.raises(DataError, match="index.json is damaged"):
+    with pytest.raises(DataError, match=r"index.json is damaged"):
         Corpus(folder)
 
 
@@ -138,7 +138,7 @@ def test_a_folder_that_is_no_corpus_is_refused_with_what_to_do(tmp_path: Path, f
     with pytest.raises(DataError, match="does not exist, so it is no packed corpus; make one with"):
         Corpus(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="has no index.json"):
+    with pytest.raises(DataError, match=r"has no index.json"):
         verify(tmp_path / "empty")
     (folder / "index.json").rename(folder / "preparing.json")
     with pytest.raises(DataError, match="was not finished; run the same"):

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_units_follow_each_other_without_gap_and_are_about_the_size_asked_for(tm
     units = list(cut_units([Unit("line", str(path), 0, path.stat().st_size, path.stat().st_size)], 10_000))
     assert units[0].start == 0
     assert units[-1].stop == path.stat().st_size
-    assert all(left.stop == right.start for left, right in zip(units, units[1:], strict=False))
+    assert all(left.stop == right.start for left, right in pairwise(units))
     assert all(10_000 <= unit.size <= 10_100 for unit in units[:-1])
 
 
@@ -218,10 +219,10 @@ def test_a_bad_json_line_is_named_by_file_line_and_byte(tmp_path: Path, line: st
 def test_text_that_is_not_utf8_is_named_by_file_and_byte(tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"line\ncaf\xe9 au lait\n")
     for documents in ("file", "line", "paragraph"):
-        with pytest.raises(DataError, match="latin.txt is not UTF-8: byte 8 is 0xe9"):
+        with pytest.raises(DataError, match=r"latin.txt is not UTF-8: byte 8 is 0xe9"):
             read_all([tmp_path], 5, documents=documents)
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')
-    with pytest.raises(DataError, match="latin.jsonl is not UTF-8: byte 13"):
+    with pytest.raises(DataError, match=r"latin.jsonl is not UTF-8: byte 13"):
         read_all([tmp_path / "latin.jsonl"])
 
 
@@ -233,7 +234,7 @@ def test_a_bad_table_is_named_with_its_columns(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"texts": ["a", None], "id": [1, 2]}), path)
     with pytest.raises(DataError, match=r"no column 'text' \(did you mean 'texts'\?\); its columns: texts, id"):
         read_all([path])
-    with pytest.raises(DataError, match="column 'id' of .* holds int64, not text; columns with text: texts"):
+    with pytest.raises(DataError, match=r"column 'id' of .* holds int64, not text; columns with text: texts"):
         read_all([path], field="id")
     with pytest.raises(DataError, match="column 'texts' has no text in row 1 of row group 0"):
         read_all([path], field="texts")

@@ -136,12 +136,12 @@ def test_a_tokenizer_without_a_known_end_has_none(tmp_path: Path) -> None:
 
 
 def test_a_wrong_tokenizer_is_refused_with_what_is_allowed(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no tokenizer at 'gpt2' .*not downloaded.*give 'bytes'"):
+    with pytest.raises(DataError, match=r"no tokenizer at 'gpt2' .*not downloaded.*give 'bytes'"):
         load_tokenizer("gpt2")
-    with pytest.raises(DataError, match="lacks .*vocab.json and .*merges.txt; .* holds nothing"):
+    with pytest.raises(DataError, match=r"lacks .*vocab.json and .*merges.txt; .* holds nothing"):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_bytes((trained / "gpt2" / "vocab.json").read_bytes())
-    with pytest.raises(DataError, match="lacks .*merges.txt"):
+    with pytest.raises(DataError, match=r"lacks .*merges.txt"):
         load_tokenizer(tmp_path / "vocab.json")
     (tmp_path / "tokenizer.model").write_bytes(b"\x00")
     with pytest.raises(DataError, match="not a tokenizer file"):
@@ -151,7 +151,7 @@ def test_a_wrong_tokenizer_is_refused_with_what_is_allowed(trained: Path, tmp_pa
         load_tokenizer(tmp_path / "broken.json")
     (tmp_path / "tokenizer.json").write_bytes((trained / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<nowhere>"}')
-    with pytest.raises(DataError, match="names '<nowhere>'.*no such token"):
+    with pytest.raises(DataError, match=r"names '<nowhere>'.*no such token"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match="not a JSON object"):

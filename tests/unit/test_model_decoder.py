@@ -16,7 +16,7 @@ from meshwright.models.presets import preset
 from meshwright.models.rope import angles, rotate
 from meshwright.models.spec import ModelSpec
 
-WINDOWS = [None, 1, 5, 11, 40]
+WINDOWS = [None, 1, 5, 16, 17, 40]
 LEARNED = {"positions": "learned", "norm": "layernorm", "activation": "gelu"}
 
 
@@ -155,6 +155,11 @@ def test_masks_of_other_sites_seeds_samples_and_places_are_unrelated() -> None:
     }
     for kind, mask in others.items():
         assert abs(torch.corrcoef(torch.stack((base, mask.double().flatten())))[0, 1]) < 0.02, kind
+
+
+def test_every_place_that_drops_has_a_mask_of_its_own() -> None:
+    sites = [module.site for module in model(dropout=0.1).modules() if isinstance(module, Dropout)]
+    assert len(set(sites)) == len(sites) == 1 + 2 * 3
 
 
 def test_no_dropout_keeps_everything() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,7 @@ def test_samples_do_not_depend_on_how_a_batch_is_split_or_where_a_run_resumes(
     whole = Sampler(mixture, seed, 16, 0.1).rows(position, count)
     cuts = np.linspace(0, count, parts + 1).astype(int)
     fresh = [
-        Sampler(mixture, seed, 16, 0.1).rows(position + int(start), int(stop - start))
-        for start, stop in zip(cuts, cuts[1:], strict=False)
+        Sampler(mixture, seed, 16, 0.1).rows(position + int(start), int(stop - start)) for start, stop in pairwise(cuts)
     ]
     assert np.array_equal(np.concatenate(fresh), whole)
 

@@ -16,7 +16,6 @@ from meshwright.errors import CheckpointError
 from meshwright.models.spec import ModelSpec
 
 MANIFEST = "manifest.json"
-VERSION = 1
 
 
 class _Entry(BaseModel):
@@ -47,7 +46,7 @@ class Manifest(_Entry):
     """What a checkpoint holds."""
 
     format: Literal["meshwright-checkpoint"] = "meshwright-checkpoint"
-    version: Literal[1] = VERSION
+    version: Literal[1] = 1
     step: int
     """Optimizer steps done."""
     position: int

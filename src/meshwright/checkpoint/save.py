@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -39,9 +40,9 @@ def describe_tensors(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Ten
     }
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
+def raw_bytes(tensor: Tensor) -> np.ndarray:
     """The bytes of a contiguous CPU tensor of any type."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 def save_checkpoint(checkpoints: Path, manifest: Manifest, files: Mapping[str, dict[str, Tensor]]) -> Path:

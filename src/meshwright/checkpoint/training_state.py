@@ -60,6 +60,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder
 def _copy(target: Tensor, value: Tensor, name: str) -> None:
     if target.shape != value.shape or target.dtype != value.dtype:
         raise CheckpointError(
-            f"{name} is {value.dtype} {tuple(value.shape)} in the checkpoint and {target.dtype} {tuple(target.shape)} in the model"
+            f"{name} is {value.dtype} {tuple(value.shape)} in the checkpoint "
+            f"and {target.dtype} {tuple(target.shape)} in the model"
         )
     target.copy_(value)

@@ -25,9 +25,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.errors import UserError
+from meshwright.parallel.torch_releases import FileStore
 from meshwright.parallel.world import World, join_world
 
 GRACE_S = 10.0
@@ -142,7 +142,7 @@ def _rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     code = 0
     try:
-        with join_world(device, timeout_s, (rank, size, rank), dist.FileStore(store, size)) as world:
+        with join_world(device, timeout_s, (rank, size, rank), FileStore(store, size)) as world:
             try:
                 work(world)
             except BaseException as error:

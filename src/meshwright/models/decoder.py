@@ -18,7 +18,7 @@ from meshwright.models.spec import ModelSpec
 
 
 class Dropout(nn.Module):
-    """Dropout whose mask is a function of (seed, sample, position, site, channel): the same however a batch is split."""
+    """Dropout whose mask is a function of (seed, sample, position, site, channel), however a batch is split."""
 
     def __init__(self, rate: float, site: int) -> None:
         super().__init__()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.models.mixture import mixtures
-from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL
+from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket
 from meshwright.parallel.world import World
 
 
@@ -28,7 +28,7 @@ def replicate(model: nn.Module, world: World) -> nn.Module:
     return replica
 
 
-def _sum(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _sum(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.torch_releases import Store
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
 
     @property
@@ -75,7 +77,7 @@ def join_world(
     device_setting: str,
     timeout_s: float,
     ranks: tuple[int, int, int] = (0, 1, 0),
-    store: dist.Store | None = None,
+    store: Store | None = None,
 ) -> Iterator[World]:
     """The world of (rank, size, local rank); its process group lives as long as the context."""
     rank, size, local_rank = ranks
@@ -88,7 +90,7 @@ def join_world(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     # Without a store, torch finds the one that the launcher's variables name.
-    where = {} if store is None else {"store": store, "rank": rank, "world_size": size}
+    where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **where)
     try:
         yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo")

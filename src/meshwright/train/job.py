@@ -44,8 +44,8 @@ def make_job(config: RunConfig, world: int) -> Job:
     spec = model_spec(config)
     if config.data.sequence_length > spec.max_position_embeddings:
         raise ConfigError(
-            f"data.sequence_length={config.data.sequence_length} is more than the model's {spec.max_position_embeddings} "
-            f"positions; lower it or set model.spec.max_position_embeddings"
+            f"data.sequence_length={config.data.sequence_length} is more than the model's "
+            f"{spec.max_position_embeddings} positions; lower it or set model.spec.max_position_embeddings"
         )
     batches = batch_schedule(config)
     for size in batches.sizes():

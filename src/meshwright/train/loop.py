@@ -98,11 +98,11 @@ class TrainingLoop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         finish_step(self.model)
-        loss, stopping = self._agree(torch.stack(losses).sum())
+        mean_loss, stopping = self._agree(torch.stack(losses).sum())
         if stopping and self.stop_reason is None:
             self.stop_reason = "another rank was asked to stop"
-        metrics = {"step": step + 1, "loss": loss, "grad_norm": float(norm), "lr": rate}
-        if not (math.isfinite(loss) and math.isfinite(metrics["grad_norm"])):
+        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate}
+        if not (math.isfinite(mean_loss) and math.isfinite(metrics["grad_norm"])):
             raise TrainingError(self._explain_divergence(metrics))
         seconds = time.perf_counter() - started
         return metrics | {"tokens_per_s": int(valid) / seconds, "tokens": int(valid), "step_s": seconds}
@@ -190,8 +190,8 @@ class TrainingLoop:
 
     def _explain_divergence(self, metrics: dict[str, float]) -> str:
         return (
-            f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: training has diverged. "
-            f"The checkpoints in {self.job.folder.checkpoints} are from before. "
+            f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
+            f"training has diverged. The checkpoints in {self.job.folder.checkpoints} are from before. "
             f"Lower train.lr={self.config.train.lr:g}, lengthen train.warmup_steps={self.config.train.warmup_steps}, "
             "or use train.precision=float32."
         )
