@@ -87,6 +87,9 @@ def test_units_follow_each_other_without_gap_and_are_about_the_size_asked_for(tm
     assert units[-1].stop == path.stat().st_size
     assert all(left.stop == right.start for left, right in pairwise(units))
     assert all(10_000 <= unit.size <= 10_100 for unit in units[:-1])
+    path.write_bytes(b"12345\n" * 10)
+    exact = cut_units([Unit("line", str(path), 0, 60, 60)], 12)
+    assert [unit.start for unit in exact] == [0, 12, 24, 36, 48], "a place right after a newline needs no search"
 
 
 def test_a_line_longer_than_the_search_window_stays_whole(tmp_path: Path) -> None:

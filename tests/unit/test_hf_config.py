@@ -274,12 +274,15 @@ def test_what_is_left_out_is_said() -> None:
         "c: attn_pdrop=0.1 is left out: attention weights are not dropped",
     ]
     notes = "\n".join(
-        config_notes(llama(attention_dropout=0.2, auto_map={"AutoModel": "x.Y"}, novelty=3, nothing=None), "c")
+        config_notes(
+            llama(attention_dropout=0.2, auto_map={"AutoModel": "x.Y"}, novelty=3, nothing=None, unused=False), "c"
+        )
     )
     assert "attention_dropout=0.2 is left out" in notes
     assert "auto_map" in notes
     assert "not known and not used: novelty" in notes
     assert "nothing" not in notes
+    assert "unused" not in notes
     jitter = {"model_type": "mixtral", "router_jitter_noise": 0.1}
     assert "router_jitter_noise=0.1 is left out" in config_notes(jitter, "c")[0]
     rates = {"model_type": "gpt2", "attn_pdrop": 0.0, "embd_pdrop": 0.3}

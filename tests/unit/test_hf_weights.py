@@ -303,6 +303,7 @@ def test_files_of_mixed_dtypes_are_converted_with_a_word(tmp_path: Path) -> None
     with pytest.warns(UserWarning, match="weights of type F32 are converted to BF16"):
         model = load_hf(tmp_path / "out")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    load_hf(tmp_path / "out", dtype=torch.float32)  # what was asked for needs no word
 
 
 def test_eight_bit_weights_are_refused(tmp_path: Path) -> None:

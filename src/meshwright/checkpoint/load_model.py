@@ -9,11 +9,11 @@ import torch
 from meshwright.checkpoint.format import MANIFEST, list_checkpoints, read_manifest
 from meshwright.checkpoint.training_state import restore_model
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, UserError
 from meshwright.models.decoder import Decoder
 from meshwright.models.hf import load_hf
 from meshwright.models.initialize import build, build_empty
-from meshwright.models.presets import preset, presets
+from meshwright.models.presets import preset
 
 
 def load_model(
@@ -34,9 +34,11 @@ def load_model(
         raise CheckpointError(
             f"{path} is no run, no checkpoint and no Hugging Face folder (no manifest.json, no config.json)"
         )
-    if str(folder_or_preset) in presets():
-        return build(preset(str(folder_or_preset)), seed, device, dtype or torch.float32).eval()
-    raise CheckpointError(f"{folder_or_preset} is neither a folder nor a preset; `meshwright models` lists the presets")
+    try:
+        spec = preset(str(folder_or_preset))
+    except UserError as error:
+        raise CheckpointError(f"{folder_or_preset} is neither a folder nor a preset: {error}") from None
+    return build(spec, seed, device, dtype or torch.float32).eval()
 
 
 def find_checkpoint(path: Path) -> Path | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder import Decoder
-from meshwright.models.hf_config import config_from_spec, spec_from_config
-from meshwright.models.hf_features import config_notes
+from meshwright.models.hf_config import config_from_spec, read_json, read_spec
 from meshwright.models.hf_files import TensorFiles, open_files, write_files
 from meshwright.models.hf_weights import EMBEDDING, HEAD, Dialect, Piece, pieces, pieces_to_read, shapes_of
 from meshwright.models.initialize import build_empty
 from meshwright.models.mixture import mixtures
-from meshwright.models.spec import ModelSpec
+
+__all__ = ["load_hf", "read_spec", "save_hf"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,16 +37,6 @@ TOKENIZER_FILES = (
 )
 
 
-def read_spec(folder: Path | str) -> ModelSpec:
-    """The spec of the model in a Hugging Face folder; what is left out of it is said in warnings."""
-    path = Path(folder) / "config.json"
-    config = _read_json(path)
-    spec = spec_from_config(config, str(path))
-    for note in config_notes(config, str(path)):
-        warnings.warn(note, stacklevel=2)
-    return spec
-
-
 @torch.no_grad()
 def load_hf(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
     """A decoder with the folder's weights, in training mode; `dtype` defaults to that of the files."""
@@ -55,8 +44,7 @@ def load_hf(folder: Path | str, device: torch.device | str = "cpu", dtype: torch
     spec = read_spec(folder)
     with open_files(folder) as files:
         wanted = pieces_to_read(files.shapes, spec, str(folder))
-        stored = files.dtype(piece.theirs for piece in wanted)
-        model = build_empty(spec, device, dtype or stored)
+        model = build_empty(spec, device, files.dtype((piece.theirs for piece in wanted), dtype))
         if spec.tie_word_embeddings:
             _check_tied(files, wanted)
         parameters = dict(model.named_parameters())
@@ -139,8 +127,8 @@ def _token_ids(source: Path) -> dict[str, Any]:
     """The ids that begin, end and pad a text, from a model's own settings or from the tokenizer's files."""
     settings: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
-        settings |= _read_json(source / name) if (source / name).is_file() else {}
-    named = _read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
+        settings |= read_json(source / name) if (source / name).is_file() else {}
+    named = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").is_file() else {}
     vocabulary = _vocabulary(source)
     for kind in ("bos", "eos", "pad"):
         token = named.get(f"{kind}_token")
@@ -154,25 +142,13 @@ def _vocabulary(source: Path) -> dict[str, int]:
     """Ids of the tokens that the tokenizer's JSON files name."""
     vocabulary: dict[str, int] = {}
     for name in ("vocab.json", "added_tokens.json"):
-        vocabulary |= _read_json(source / name) if (source / name).is_file() else {}
+        vocabulary |= read_json(source / name) if (source / name).is_file() else {}
     if (source / "tokenizer.json").is_file():
-        tokenizer = _read_json(source / "tokenizer.json")
+        tokenizer = read_json(source / "tokenizer.json")
         model = tokenizer.get("model", {}).get("vocab", {})
         vocabulary |= model if isinstance(model, dict) else {token: index for index, (token, _) in enumerate(model)}
         vocabulary |= {added["content"]: added["id"] for added in tokenizer.get("added_tokens", [])}
     return vocabulary
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not there; a Hugging Face folder has one")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -6,13 +6,16 @@ checked by reading back: a spec that its family cannot express is refused, never
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.errors import UserError
-from meshwright.models.hf_features import family_of, hf_families, refuse_features, with_defaults
+from meshwright.errors import CheckpointError, UserError
+from meshwright.models.hf_features import config_notes, family_of, hf_families, refuse_features, with_defaults
 from meshwright.models.spec import Linear, ModelSpec
 
 _ATTENTION_BIAS: tuple[Linear, ...] = ("q", "k", "v", "o")
@@ -21,6 +24,29 @@ _GPT2_BIAS: tuple[Linear, ...] = (*_ATTENTION_BIAS, "up", "down")
 _QK_NORM = ("qwen3", "qwen3_moe")
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_FIELDS = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def read_spec(folder: Path | str) -> ModelSpec:
+    """The spec of the model in a Hugging Face folder; what is left out of it is said in warnings."""
+    path = Path(folder) / "config.json"
+    config = read_json(path)
+    spec = spec_from_config(config, str(path))
+    for note in config_notes(config, str(path)):
+        warnings.warn(note, stacklevel=2)
+    return spec
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a Hugging Face folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there; a Hugging Face folder has one") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return content
 
 
 def spec_from_config(config: Mapping[str, Any], where: str) -> ModelSpec:

@@ -95,7 +95,7 @@ def config_notes(config: Mapping[str, Any], where: str) -> list[str]:
         notes.append("auto_map names Python code in the folder, which is never run; the weights are read without it")
     features = _table("hf_features.toml")
     known = family.fields | {"auto_map", *features["harmless"], *features["refused"]}
-    if unknown := sorted(field for field, value in config.items() if field not in known and value is not None):
+    if unknown := sorted(field for field, value in config.items() if field not in known and value not in (None, False)):
         notes.append(f"fields that are not known and not used: {', '.join(unknown)}")
     return [f"{where}: {note}" for note in notes]
 

@@ -38,14 +38,16 @@ class TensorFiles:
         value: Tensor = handle.get_slice(name)[part] if part else handle.get_tensor(name)
         return value
 
-    def dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The dtype of these tensors; where they differ, the one that most numbers have, with a warning."""
+    def dtype(self, names: Iterable[str], given: torch.dtype | None = None) -> torch.dtype:
+        """The dtype to load these tensors in: the given one or their own; where they differ, the commonest, said so."""
         count: Counter[str] = Counter()
         for name in set(names):
             count[self._handles[name].get_slice(name).get_dtype()] += math.prod(self.shapes[name])
         if strange := sorted(count.keys() - _DTYPES.keys()):
             known = ", ".join(_DTYPES)
             raise CheckpointError(f"{self.folder}: weights of type {', '.join(strange)}; supported types: {known}")
+        if given is not None:
+            return given
         most = count.most_common(1)[0][0]
         if len(count) > 1:
             others = ", ".join(sorted(count.keys() - {most}))

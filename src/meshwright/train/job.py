@@ -18,7 +18,7 @@ from meshwright.data.sampler import Sampler
 from meshwright.data.shards import Corpus
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
-from meshwright.models.hf import read_spec
+from meshwright.models.hf_config import read_spec
 from meshwright.models.presets import preset
 from meshwright.models.spec import ModelSpec
 from meshwright.strategy import Strategy
