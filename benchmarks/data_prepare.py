@@ -109,10 +109,12 @@ def datasets_map(dataset: Any, tokenizer: Any, processes: int) -> int:
 
 
 def compare(candidates: dict[str, Callable[[], int]], repeats: int) -> dict[str, float]:
-    """Median seconds of each candidate; they take turns, after one round that does not count."""
+    """Median seconds of each candidate; they take turns, in another order each, after one round that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    chooser = random.Random(0)
     for turn in range(repeats + 1):
-        for name, run in candidates.items():
+        for name, run in chooser.sample(list(candidates.items()), len(candidates)):
+            os.sync()  # or the first to sync would pay for what the one before it left to be written
             start = time.perf_counter()
             run()
             if turn:
@@ -132,13 +134,14 @@ def prepared(sources: Path, out: Path, tokenizer: str, workers: int | None) -> i
     return prepare([sources], out, tokenizer, workers=workers).corpus.tokens
 
 
-def bench_bytes(folder: Path, total: int, size: int, repeats: int, workers: int | None) -> None:
+def bench_bytes(folder: Path, total: int, size: int, repeats: int, workers: int) -> None:
     sources = folder / "text"
     make_text_files(sources, total, size)
     candidates = {
         "NumPy loop, 1 process": lambda: numpy_loop(sources, folder / "loop.bin"),
+        "meshwright, default": lambda: prepared(sources, folder / "default", "bytes", None),
         "meshwright, 1 process": lambda: prepared(sources, folder / "one", "bytes", 1),
-        f"meshwright, {workers or 'default'} processes": lambda: prepared(sources, folder / "many", "bytes", workers),
+        f"meshwright, {workers} processes": lambda: prepared(sources, folder / "many", "bytes", workers),
     }
     if len({run() for run in candidates.values()}) != 1:
         raise SystemExit("the candidates do not give the same number of tokens")
@@ -179,8 +182,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         for megabytes in (arguments.small_megabytes, arguments.megabytes):
-            workers = None if megabytes == arguments.small_megabytes else arguments.workers
-            bench_bytes(Path(name), megabytes * 1_000_000, arguments.file_bytes, arguments.repeats, workers)
+            bench_bytes(Path(name), megabytes * 1_000_000, arguments.file_bytes, arguments.repeats, arguments.workers)
         if arguments.bpe_megabytes:
             bench_bpe(Path(name), arguments.bpe_megabytes * 1_000_000, min(arguments.repeats, 3), arguments.workers)
 

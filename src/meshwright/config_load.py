@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from types import UnionType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 import tomli_w
@@ -108,21 +108,28 @@ def _override(text: str) -> Tree:
 
 
 def _value(parts: Sequence[str], text: str) -> Any:
-    """A value as TOML reads it; what TOML cannot read, and what goes into a text setting, is text."""
+    """A value as TOML reads it; what TOML cannot read, and what goes into a text setting, is text.
+
+    TOML has no null: `none` clears a setting that may be left open.
+    """
+    annotation = _annotation(parts)
+    if text == "none" and NoneType in get_args(annotation):
+        return None
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
-    return text if _is_text(parts) and not isinstance(value, str | list) else value
+    takes_text = annotation is str or (get_origin(annotation) in (Union, UnionType) and str in get_args(annotation))
+    return text if takes_text and not isinstance(value, str | list) else value
 
 
-def _is_text(parts: Sequence[str]) -> bool:
+def _annotation(parts: Sequence[str]) -> Any:
+    """The type of a setting; None where there is none."""
     from meshwright.config import RunConfig
 
     model = _model_of(RunConfig, parts[:-1])
     field = model.model_fields.get(parts[-1]) if model else None
-    annotation = field.annotation if field else None
-    return annotation is str or (get_origin(annotation) in (Union, UnionType) and str in get_args(annotation))
+    return field.annotation if field else None
 
 
 def _model_of(root: type[BaseModel], parts: Sequence[str]) -> type[BaseModel] | None:

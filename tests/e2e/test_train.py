@@ -104,6 +104,7 @@ def test_fresh_sets_the_old_run_aside(meshwright: CommandLine, tiny_run: list[st
     assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
     assert meshwright("train", *tiny_run, "run.dir=a", "train.lr=0.001", "--fresh").returncode == 0
     assert len(metrics(tmp_path / "a")) == len(metrics(tmp_path / "a.previous")) == 6
+    assert "fresh = false" in (tmp_path / "a/config.toml").read_text()
     # The new run is a run like any other: it goes on without --fresh.
     assert meshwright("train", *tiny_run, "run.dir=a", "train.lr=0.001", "train.steps=7").returncode == 0
 
@@ -125,6 +126,15 @@ def test_interrupt_saves_once_and_the_same_command_goes_on(tiny_run: list[str], 
     more = start(tmp_path, *options[:-1], f"train.steps={step + 2}")
     assert more.wait(60) == 0
     assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, step + 3))
+
+
+def test_signal_to_one_rank_stops_all_of_them_at_the_same_step(tiny_run: list[str], tmp_path: Path) -> None:
+    process = start(tmp_path, *tiny_run, "--nproc", "2", "run.dir=a", "train.steps=100000")
+    wait_for_step(tmp_path / "a", 2, process)
+    psutil.Process(process.pid).children()[1].send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"stopped at step {len(metrics(tmp_path / 'a'))} (another rank was asked to stop)" in output
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

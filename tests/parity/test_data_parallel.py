@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from safetensors.torch import load_file
 
 from meshwright.config import load_config
 from meshwright.errors import UserError
+from meshwright.launch.local import RankError, run_ranks
+from meshwright.parallel.world import World
 from meshwright.trainer import train
 
 CASES = {
@@ -85,10 +89,15 @@ def test_resuming_inside_a_ramp_on_other_ranks_repeats_and_loses_nothing(run: Ru
     assert_same_run(whole, parts)
 
 
-def test_failing_rank_is_named_with_its_own_traceback(corpus: Path) -> None:
-    from meshwright.launch.local import RankError, run_ranks
-    from meshwright.parallel.world import World
+def test_local_ranks_are_told_to_talk_over_loopback() -> None:
+    def work(world: World) -> None:
+        if os.environ.get("GLOO_SOCKET_IFNAME") not in ("lo", "lo0"):
+            raise UserError(f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}")
 
+    run_ranks(work, 2, device="cpu", timeout_s=60)
+
+
+def test_failing_rank_is_named_with_its_own_traceback() -> None:
     def work(world: World) -> None:
         if world.rank == 1:
             raise ZeroDivisionError("planted")
@@ -100,12 +109,6 @@ def test_failing_rank_is_named_with_its_own_traceback(corpus: Path) -> None:
 
 
 def test_killed_rank_is_named_although_the_others_complain_too() -> None:
-    import os
-    import signal
-
-    from meshwright.launch.local import RankError, run_ranks
-    from meshwright.parallel.world import World
-
     def work(world: World) -> None:
         if world.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -116,9 +119,6 @@ def test_killed_rank_is_named_although_the_others_complain_too() -> None:
 
 
 def test_mistake_found_by_a_rank_is_told_as_a_mistake() -> None:
-    from meshwright.launch.local import run_ranks
-    from meshwright.parallel.world import World
-
     def work(world: World) -> None:
         raise UserError("change train.lr")
 

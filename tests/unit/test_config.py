@@ -45,6 +45,13 @@ def test_text_settings_take_any_text(override: str, value: str) -> None:
     assert load_config(None, [override]).run.dir == value
 
 
+def test_none_clears_a_setting_of_a_preset() -> None:
+    config = load_config(None, ["observe.sample=none", "data.tokenizer=none"], preset="demo")
+    assert config.observe.sample is None
+    assert config.data.tokenizer is None
+    assert "run.dir" not in refusal(None, ["train.steps=none"])
+
+
 def test_shape_overrides_keep_their_types() -> None:
     config = load_config(None, ["model.spec.num_hidden_layers=4", "model.spec.experts.num_experts=8"])
     assert config.model.spec == {"num_hidden_layers": 4, "experts": {"num_experts": 8}}

@@ -159,10 +159,12 @@ def test_a_shard_whose_note_or_files_are_torn_is_made_again(corpus_file: Path, t
     (out / "shard-00000.json").write_text("")
     os.truncate(out / "shard-00001.bin", 100)
     (out / "shard-00002.documents").unlink()
+    (out / "shard-99999.bin.tmp").write_bytes(b"half")
     finished = len(list(out.glob("shard-*.json")))
     result = prepare([corpus_file], out, shard_tokens=40_000)
     assert result.kept == finished - 3
     assert verify(out) == []
+    assert not list(out.glob("*.tmp"))
     assert result.corpus.documents == 20_000
 
 
@@ -171,6 +173,7 @@ def test_ctrl_c_ends_the_workers_and_keeps_what_is_finished(corpus_file: Path, t
     with begun(corpus_file, out, "--workers", "2") as process:
         children = workers_of(process)
         assert len(children) == 2
+        assert process.pid not in [os.getpgid(child.pid) for child in children], "Ctrl-C must reach the caller alone"
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(10) == 130
         assert process.stderr is not None
@@ -294,6 +297,15 @@ def test_an_overwrite_that_is_killed_never_mixes_old_and_new(corpus_file: Path, 
     assert contents(out) == contents(tmp_path / "whole")
 
 
+def test_shards_of_another_plan_are_not_taken_for_finished_ones(corpus_file: Path, tmp_path: Path) -> None:
+    # As when the power goes after an overwrite has noted its plan and before it has removed the old shards.
+    for name, options in (("old", []), ("new", ["--documents", "line"])):
+        with begun(corpus_file, tmp_path / name, "--workers", "1", *options):
+            pass
+    os.replace(tmp_path / "new" / "preparing.json", tmp_path / "old" / "preparing.json")
+    assert prepare([corpus_file], tmp_path / "old", shard_tokens=40_000, documents="line").kept == 0
+
+
 def test_bad_input_leaves_nothing_behind(tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n' * 20_000 + "{broken\n")
@@ -323,10 +335,12 @@ def test_sources_without_text_are_refused_and_leave_nothing(tmp_path: Path) -> N
 
 def test_a_shard_without_text_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + '{"text": ""}\n' * 500 + '{"text": "last"}\n')
-    corpus = prepare([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=20).corpus
+    corpus = prepare([tmp_path / "a.jsonl"], tmp_path / "out", shard_tokens=1).corpus
+    assert [shard.file for shard in corpus.index.shards] == ["shard-00000.bin", "shard-00010.bin"]
     assert corpus.documents == 2
     assert bytes(token % 256 for token in corpus.read(0, corpus.tokens)) == b"first\x00last\x00"
     assert verify(tmp_path / "out") == []
+    assert not list((tmp_path / "out").glob("*.tmp"))
 
 
 def test_impossible_numbers_are_refused(corpus_file: Path, tmp_path: Path) -> None:
@@ -345,6 +359,15 @@ def test_too_little_space_is_noticed_before_the_start(
     with pytest.raises(DataError, match=r"about \d,\d{3},\d{3} bytes are needed for .*, 1,000 are free there"):
         prepare([corpus_file], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    before = prepare([corpus_file], tmp_path / "old", documents="line").corpus
+    monkeypatch.setattr(prepare_module.shutil, "disk_usage", lambda path: Usage)
+    bigger = corpus_file.with_name("bigger.jsonl")
+    bigger.write_text(corpus_file.read_text() * 2)
+    with pytest.raises(DataError, match="nothing was changed"):
+        prepare([bigger], tmp_path / "old", overwrite=True)
+    assert Corpus(tmp_path / "old").digest == before.digest
+    prepare([corpus_file], tmp_path / "old", overwrite=True)  # fits in what the old shards leave
 
 
 @pytest.fixture

@@ -51,6 +51,13 @@ def test_any_run_of_tokens_can_be_read_across_shards(corpus: Corpus, start: int,
     assert corpus.document_ends(start, count).tolist() == ends
 
 
+def test_documents_end_where_they_end_in_a_shard_of_many_batches(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_bytes(b"".join(b"%06d\n" % number for number in range(400_000)))
+    corpus = prepare([tmp_path / "lines.txt"], tmp_path / "packed", documents="line").corpus
+    assert len(corpus.index.shards) == 1
+    assert np.array_equal(corpus.document_ends(0, corpus.tokens), np.arange(1, 400_001) * 7)
+
+
 def test_reading_outside_is_refused(corpus: Corpus) -> None:
     for start, count in ((-1, 5), (0, len(TOKENS) + 1), (len(TOKENS), 1)):
         with pytest.raises(IndexError):

@@ -54,12 +54,14 @@ def test_another_seed_or_name_gives_unrelated_weights(other: tuple[str, str]) ->
 
 
 def test_weights_are_normal_with_the_stated_deviation() -> None:
-    made = weights(preset("demo"))
+    spec = preset("demo")
+    made = weights(spec)
+    into_residual = 0.02 / math.sqrt(2 * spec.num_hidden_layers)
     deviations = {
         "q_proj": 0.02,
         "embed_tokens": 0.02,
-        "o_proj": 0.02 / math.sqrt(12),
-        "down_proj": 0.02 / math.sqrt(12),
+        "o_proj": into_residual,
+        "down_proj": into_residual,
     }
     for part, deviation in deviations.items():
         value = torch.cat([tensor.flatten() for name, tensor in made.items() if f"{part}.weight" in name]).double()

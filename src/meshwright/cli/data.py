@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
 
 from meshwright.cli.main import Action
 
@@ -96,33 +95,19 @@ def _describe_info(parser: argparse.ArgumentParser) -> None:
 def _info(args: argparse.Namespace) -> int:
     from meshwright.data.shards import Corpus
 
-    corpus = Corpus(args.folder)
-    size = corpus.tokens * corpus.dtype.itemsize + corpus.documents * 8
+    facts = Corpus(args.folder).describe()
     if args.json:
-        facts = {
-            "path": str(corpus.path),
-            "tokens": corpus.tokens,
-            "documents": corpus.documents,
-            "largest_token": corpus.largest_token,
-            "dtype": corpus.index.dtype,
-            "shards": len(corpus.index.shards),
-            "bytes": size,
-            "digest": corpus.digest,
-            "tokenizer": asdict(corpus.tokenizer),
-            "plan": dict(corpus.index.plan),
-        }
         print(json.dumps(facts, indent=1))
         return 0
-    tokenizer = corpus.tokenizer
-    end = "none" if tokenizer.end is None else str(tokenizer.end)
+    tokenizer, plan = facts["tokenizer"], facts["plan"]
+    end = "none" if tokenizer["end"] is None else tokenizer["end"]
     rows = {
-        "tokens": f"{corpus.tokens:,} ({corpus.index.dtype}, largest id {corpus.largest_token})",
-        "documents": f"{corpus.documents:,} ({corpus.tokens / corpus.documents:,.1f} tokens each)",
-        "tokenizer": f"{tokenizer.name} (vocabulary {tokenizer.vocab_size:,}, end of document {end})",
-        "sources": f"{', '.join(corpus.index.plan['sources'])} ({_counted(corpus.index.plan['files'], 'file')}, "
-        f"{corpus.index.plan['bytes']:,} bytes)",
-        "on disk": f"{size:,} bytes in {_counted(len(corpus.index.shards), 'shard')}",
-        "digest": corpus.digest,
+        "tokens": f"{facts['tokens']:,} ({facts['dtype']}, largest id {facts['largest_token']})",
+        "documents": f"{facts['documents']:,} ({facts['tokens'] / facts['documents']:,.1f} tokens each)",
+        "tokenizer": f"{tokenizer['name']} (vocabulary {tokenizer['vocab_size']:,}, end of document {end})",
+        "sources": f"{', '.join(plan['sources'])} ({_counted(plan['files'], 'file')}, {plan['bytes']:,} bytes)",
+        "on disk": f"{facts['bytes']:,} bytes in {_counted(facts['shards'], 'shard')}",
+        "digest": facts["digest"],
     }
     for name, text in rows.items():
         print(f"{name:<10} {text}")

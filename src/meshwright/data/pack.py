@@ -125,6 +125,11 @@ def finished_shard(folder: Path, number: int, plan: str, itemsize: int) -> Shard
     return shard if same else None
 
 
+def packed_size(shard: Shard, itemsize: int) -> int:
+    """How many bytes the files of a shard take."""
+    return shard.tokens * itemsize + shard.documents * DOCUMENT_DTYPE.itemsize
+
+
 def replace_file(path: Path, text: str, sync: bool = True) -> None:
     """Write a small file whole or not at all."""
     temporary = path.with_name(path.name + TEMPORARY)

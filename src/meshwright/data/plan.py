@@ -23,7 +23,7 @@ SHARDS_WANTED = 64  # enough to keep the cores of a large machine busy to the en
 LARGEST_SHARD = 1 << 28
 # A shard should take one core longer to make than to sync: about a second of BPE, a twentieth of one of bytes.
 SMALLEST_SHARD, SMALLEST_BYTES_SHARD = 1 << 20, 1 << 24
-UNIT_BYTES = 16 << 20
+UNIT_BYTES = 4 << 20  # what a worker holds in memory at once, and how often it tells how far it is
 SAMPLES, SAMPLE_BYTES = 8, 1 << 15
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.data.pack import finished_shard, make_shard
+from meshwright.data.pack import finished_shard, make_shard, packed_size
 from meshwright.data.plan import Layout, describe, difference, lay_out, plan_digest
 from meshwright.data.pool import make_shards
-from meshwright.data.remains import abandon, begin, earlier_plan, finish, locked
+from meshwright.data.remains import abandon, begin, earlier_plan, finish, locked, shard_bytes
 from meshwright.data.shards import REMAINS, TOKENIZER, Corpus, Index, Shard, TokenizerRecord, dtype_name
 from meshwright.data.sources import SourceOptions, list_files
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
@@ -23,7 +23,7 @@ Progress = Callable[[int, int, int], None]
 """Hears how many bytes of source were read, of how many, and how many tokens they gave so far."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-WORTH_WORKERS = 1.0
+WORTH_WORKERS = 2.0
 """Seconds of work below which starting processes costs more than they give."""
 
 
@@ -102,39 +102,47 @@ class _Work:
     progress: Progress
 
     def run(self, lock: int, workers: int | None, keep: bool) -> Prepared:
-        numbers = range(len(self.layout.shards))
-        missing: Iterable[int] = numbers
+        kept = self._finished() if keep else {}
+        missing = [number for number in range(len(self.layout.shards)) if number not in kept]
+        self._check_space(missing, 0 if keep else shard_bytes(self.folder))
         try:
             begin(self.folder, self.plan, keep)
-            kept = self._finished(numbers)
-            missing = [number for number in numbers if number not in kept]
-            self._check_space(missing)
             self.tokenizer.save(self.folder / TOKENIZER)
             shards = kept | self._make(missing, lock, workers)
             finish(self.folder, self._index(shards).to_json())
         except BaseException as error:
             abandon(self.folder)
             if isinstance(error, OSError) and error.errno in NO_SPACE:
-                left = [number for number in missing if number not in self._finished(numbers)]
-                raise DataError(f"{error.strerror}: {self._space(left)}") from error
+                raise self._no_space(error) from error
             raise
         return Prepared(Corpus(self.folder), len(missing), len(kept))
 
-    def _finished(self, numbers: Iterable[int]) -> dict[int, Shard]:
-        digest = plan_digest(self.plan)
+    def _finished(self) -> dict[int, Shard]:
+        digest, numbers = plan_digest(self.plan), range(len(self.layout.shards))
         found = {number: finished_shard(self.folder, number, digest, self.layout.itemsize) for number in numbers}
         return {number: shard for number, shard in found.items() if shard is not None}
 
-    def _space(self, missing: Iterable[int]) -> str:
-        needed, free = self.layout.packed_bytes(missing), shutil.disk_usage(self.folder).free
-        return (
-            f"about {needed:,} bytes are needed for {self.folder}, {free:,} are free there. Shards that are finished "
-            "are kept: make room and run the same command again, or choose another --out"
-        )
+    def _check_space(self, missing: Sequence[int], freed: int) -> None:
+        needed, free = self.layout.packed_bytes(missing), shutil.disk_usage(self.folder).free + freed
+        if needed > free:
+            raise DataError(
+                f"there is not enough space: about {needed:,} bytes are needed for {self.folder}, {free:,} are free "
+                "there; nothing was changed. Make room or choose another --out"
+            )
 
-    def _check_space(self, missing: Sequence[int]) -> None:
-        if self.layout.packed_bytes(missing) > shutil.disk_usage(self.folder).free:
-            raise DataError(f"there is not enough space: {self._space(missing)}")
+    def _no_space(self, error: OSError) -> DataError:
+        finished, free = self._finished(), shutil.disk_usage(self.folder).free
+        missing = [number for number in range(len(self.layout.shards)) if number not in finished]
+        # The estimate may have fallen short: what the finished shards took tells better.
+        taken = sum(packed_size(shard, self.layout.itemsize) for shard in finished.values())
+        share = taken / max(self.layout.source_bytes(finished), 1)
+        needed = max(int(self.layout.source_bytes(missing) * share), self.layout.packed_bytes(missing))
+        if error.errno == errno.ENOSPC:
+            needed = max(needed, free + 1)  # what is free was not enough
+        return DataError(
+            f"{error.strerror}: about {needed:,} bytes are needed for {self.folder}, {free:,} are free there. "
+            f"{len(finished)} finished shards are kept: make room and run the same command again"
+        )
 
     def _make(self, missing: Sequence[int], lock: int, workers: int | None) -> dict[int, Shard]:
         total = self.layout.source_bytes(missing)

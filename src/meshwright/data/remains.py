@@ -6,11 +6,13 @@ A folder that holds anything else is never touched.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from meshwright.data.shards import FORMAT, INDEX, REMAINS, TOKENIZER
 from meshwright.errors import DataError
 
 LOCK_SECONDS = 5.0
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 SHARD_FILES = ("shard-*.bin", "shard-*.documents", "shard-*.json")
 
 
@@ -50,6 +53,10 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:  # some network file systems have no locks
+        if error.errno not in NO_LOCKS:
+            raise
+        warnings.warn("the file system has no locks; let only one process prepare this folder", stacklevel=2)
     return True
 
 
@@ -106,6 +113,11 @@ def _remove_shards(folder: Path) -> None:
         for path in folder.glob(pattern):
             path.unlink()
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+
+
+def shard_bytes(folder: Path) -> int:
+    """How much space removing the shards of a folder would free."""
+    return sum(path.stat().st_size for pattern in SHARD_FILES for path in folder.glob(pattern))
 
 
 def remove_temporary(folder: Path) -> None:

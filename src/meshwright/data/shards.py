@@ -174,6 +174,26 @@ class Corpus:
         """The folder from which `load_tokenizer` gives the tokenizer of this corpus."""
         return self.path / TOKENIZER
 
+    @property
+    def size(self) -> int:
+        """How many bytes the shards take on disk."""
+        return sum(size for _, size, _ in _expected_sizes(self.index))
+
+    def describe(self) -> dict[str, Any]:
+        """What the corpus holds and how it was made, as plain values."""
+        return {
+            "path": str(self.path),
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "largest_token": self.largest_token,
+            "dtype": self.index.dtype,
+            "shards": len(self.index.shards),
+            "bytes": self.size,
+            "digest": self.digest,
+            "tokenizer": asdict(self.tokenizer),
+            "plan": dict(self.index.plan),
+        }
+
     def sequences(self, length: int) -> int:
         """How many sequences of a length there are, each with the token after its last one as a target."""
         return max(self.tokens - 1, 0) // length

@@ -19,7 +19,7 @@ except ImportError as error:
     ) from error
 
 ROWS = 1024
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 4 << 20
 
 
 @contextmanager
