@@ -90,7 +90,7 @@ class TrainSection(_Section):
     global_batch: int = Field(default=16, gt=0)
     """Samples per optimizer step, over all ranks."""
     batch_schedule: str | list[list[int]] | None = None
-    """Global batch that changes: "16..64 over 200" ramps up in 200 steps; [[0, 16], [100, 64]] sets it by hand."""
+    """Replaces train.global_batch: "16..64 over 200" ramps up in 200 steps; [[0, 16], [100, 64]] sets it by hand."""
     micro_batch: int | None = free(None, gt=0)
     """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share."""
     lr: float = Field(default=3e-4, gt=0)

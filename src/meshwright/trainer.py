@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from meshwright.config import RunConfig
@@ -13,7 +15,7 @@ from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks
 from meshwright.train.hooks import EarlyStop, Evaluate, Hook, OpenFolder, SaveCheckpoints, StopOnSignal
-from meshwright.train.job import Job, make_job, prepare_sources
+from meshwright.train.job import make_job, prepare_sources
 from meshwright.train.loop import TrainingLoop
 
 
@@ -33,9 +35,8 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
 class Trainer(TrainingLoop):
     """One rank's training of a configuration, with records, console and checkpoints."""
 
-    def __init__(self, config: RunConfig | Job, world: World | None = None) -> None:
-        settings = config.config if isinstance(config, Job) else config
-        super().__init__(config, world, standard_hooks(settings))
+    def __init__(self, config: RunConfig, world: World | None = None) -> None:
+        super().__init__(config, world, standard_hooks(config))
 
 
 def train(config: RunConfig, nproc: int = 1) -> None:
@@ -46,13 +47,13 @@ def train(config: RunConfig, nproc: int = 1) -> None:
             if world.is_first:
                 prepare_sources(config.data)
             world.sum(torch.zeros(1))  # The others wait for the data.
-            Trainer(config, world).train()
+            _train_rank(config, world)
         return
-    # Checked once here, so that a mistake is told before any process starts.
-    job = make_job(config, nproc)
-    run_ranks(
-        lambda world: Trainer(job, world).train(),
-        nproc,
-        device=config.run.device,
-        timeout_s=config.elastic.timeout_s,
-    )
+    # Checked here too, so that a mistake is told before any process starts.
+    make_job(config, nproc)
+    work = partial(_train_rank, config)
+    run_ranks(work, nproc, device=config.run.device, timeout_s=config.elastic.timeout_s)
+
+
+def _train_rank(config: RunConfig, world: World) -> None:
+    Trainer(config, world).train()

@@ -92,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"meshwright {name}: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"meshwright {name}: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # `meshwright models | head`
         sys.stderr.close()
         return 0

@@ -84,7 +84,7 @@ def table_documents(kind: str, path: str, start: int, stop: int, field: str) -> 
         for column in _columns(kind, path, start, stop, field):
             if pyarrow.types.is_dictionary(column.type):
                 column = column.dictionary_decode()
-            texts = column.cast(pyarrow.string()).cast(pyarrow.binary()).to_pylist()
+            texts = column.cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
             if column.null_count:
                 place = f"row {row + texts.index(None)} of {'row group' if kind == 'parquet' else 'batch'} {start}"
                 raise DataError(f"{path}: column '{field}' has no text in {place}; remove such rows")

@@ -158,8 +158,11 @@ def _rank(
 
 def _tell(report: Connection, error: BaseException) -> int:
     """Tell the parent what went wrong; gives the exit code."""
-    code = error.exit_code if isinstance(error, UserError) else None
-    text = str(error) if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+    code, text = None, "".join(traceback.format_exception(error))
+    if isinstance(error, UserError):
+        code, text = error.exit_code, str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        code, text = 130, "interrupted before the first step"
     # The parent reads when the ranks have ended: more than a pipe holds would keep this one from ending.
     report.send_bytes(json.dumps({"time": time.time(), "code": code, "text": text[-16_000:]}).encode())
     return 1 if code is None else code

@@ -52,7 +52,7 @@ class Console(Hook):
         if self.progress is not None:
             self.progress.update(self.task, completed=trainer.step, numbers=numbers(metrics, self.last_eval))
             return
-        last = trainer.step == trainer.config.train.steps or trainer.stop_reason is not None
+        last = trainer.finished or trainer.stopping
         if trainer.step % trainer.config.observe.log_every == 0 or last or "eval_loss" in metrics:
             done = trainer.step - (trainer.resumed_from.step if trainer.resumed_from else 0)
             left = (time.monotonic() - self.started) / done * (trainer.config.train.steps - trainer.step)
@@ -68,13 +68,13 @@ class Console(Hook):
         if trainer.resumed_from and trainer.step == trainer.resumed_from.step:
             self.terminal.print(f"this run is already at step {trainer.step}; raise train.steps to go on with it")
             return
-        why = f"stopped at step {trainer.step} ({trainer.stop_reason})" if trainer.stop_reason else "finished"
+        why = "finished" if trainer.finished else f"stopped at step {trainer.step} ({trainer.stop_reason})"
         seconds = time.monotonic() - self.started
         self.terminal.print(f"{why} after {clock(seconds)}; everything is in {folder}", soft_wrap=True)
-        if trainer.stop_reason:
-            self.terminal.print("the same command goes on from there", soft_wrap=True)
-        else:
-            self.terminal.print(f'next: meshwright generate {folder} "your prompt"', soft_wrap=True)
+        following = (
+            f'meshwright generate {folder} "your prompt"' if trainer.finished else "the same command goes on from there"
+        )
+        self.terminal.print(f"next: {following}", soft_wrap=True)
 
     def close(self) -> None:
         if self.progress is not None:

@@ -19,7 +19,7 @@ class Sample(Hook):
         self.tokens = tokens
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        if not trainer.world.is_first or trainer.stop_reason is not None:
+        if not (trainer.world.is_first and trainer.finished):
             return
         pieces = continue_text(
             trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, seed=trainer.config.run.seed

@@ -73,9 +73,8 @@ class OpenFolder(Hook):
 
     def at_end(self, trainer: TrainingLoop) -> None:
         if trainer.world.is_first:
-            trainer.job.folder.event(
-                "stopped" if trainer.stop_reason else "finished", step=trainer.step, reason=trainer.stop_reason
-            )
+            kind = "finished" if trainer.finished else "stopped"
+            trainer.job.folder.event(kind, step=trainer.step, reason=trainer.stop_reason)
 
     def close(self) -> None:
         if self.lock is not None:
@@ -114,7 +113,7 @@ class Evaluate(Hook):
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         every = trainer.config.train.eval_every
-        if trainer.step == trainer.config.train.steps or (every and trainer.step % every == 0):
+        if trainer.finished or (every and trainer.step % every == 0):
             started = time.perf_counter()
             loss = trainer.evaluate()
             if loss is not None:
@@ -137,7 +136,8 @@ class EarlyStop(Hook):
             return
         self.misses += 1
         if self.misses >= trainer.config.train.early_stop:
-            trainer.stop(f"no better evaluation loss than {self.best:.4f} in {self.misses} evaluations")
+            reason = f"no better evaluation loss than {self.best:.4f} in {self.misses} evaluations"
+            trainer.stop(reason, everywhere=True)
 
     def state(self) -> dict[str, Any]:
         # JSON has no infinity.
@@ -153,7 +153,7 @@ class SaveCheckpoints(Hook):
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         every = trainer.config.checkpoint.every
-        if not every or trainer.step % every or trainer.step == trainer.config.train.steps:
+        if not every or trainer.step % every or trainer.finished:
             return
         try:
             save(trainer)

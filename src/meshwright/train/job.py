@@ -27,9 +27,8 @@ from meshwright.train.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Job:
-    """A run that can start: its configuration and what follows from it."""
+    """A run that can start: what follows from its configuration."""
 
-    config: RunConfig
     strategy: Strategy
     spec: ModelSpec
     batches: BatchSchedule
@@ -62,7 +61,7 @@ def make_job(config: RunConfig, world: int) -> Job:
         validation_fraction=config.data.validation,
         vocab_size=spec.vocab_size,
     )
-    return Job(config, strategy, spec, batches, sampler, tokenizer, folder)
+    return Job(strategy, spec, batches, sampler, tokenizer, folder)
 
 
 def model_spec(config: RunConfig) -> ModelSpec:

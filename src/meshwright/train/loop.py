@@ -24,7 +24,7 @@ from meshwright.models.mixture import finish_step, mixtures
 from meshwright.parallel.data import replicate, synchronise
 from meshwright.parallel.world import World
 from meshwright.train.hooks import Hook
-from meshwright.train.job import Job, make_job
+from meshwright.train.job import make_job
 from meshwright.train.loss import IGNORED, summed_cross_entropy
 from meshwright.train.optimizer import clip_gradients, make_optimizer
 from meshwright.train.schedule import learning_rate
@@ -39,12 +39,13 @@ class TrainingError(UserError):
 class TrainingLoop:
     """Trains one configuration on one rank; `train()` runs to the end, a stop request or an error."""
 
-    def __init__(self, config: RunConfig | Job, world: World | None = None, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(self, config: RunConfig, world: World | None = None, hooks: Sequence[Hook] = ()) -> None:
         self.world = world or World()
-        self.job = config if isinstance(config, Job) else make_job(config, self.world.size)
-        self.config = self.job.config
+        self.config = config
+        self.job = make_job(config, self.world.size)
         self.step = 0
         self.stop_reason: str | None = None
+        self.stopping = False
         if self.config.train.deterministic:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -55,19 +56,28 @@ class TrainingLoop:
         self.resumed_from = self._resume()
         self.replica = replicate(self.model, self.world)
 
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the run are done."""
+        return self.step >= self.config.train.steps
+
     def train(self) -> None:
         """Train to the end of the run, or until someone asks to stop."""
         for hook in self.hooks:
             hook.at_start(self)
         try:
             with self._batches() as batches:
+                started = time.perf_counter()
                 for step, batch in batches:
                     metrics = self.train_step(step, batch)
                     self.step = step + 1
+                    seconds = time.perf_counter() - started
+                    metrics |= {"tokens_per_s": metrics["tokens"] / seconds, "step_s": seconds}
                     for hook in self.hooks:
                         hook.after_step(self, metrics)
-                    if self.stop_reason is not None:
+                    if self.stopping:
                         break
+                    started = time.perf_counter()
             for hook in self.hooks:
                 hook.at_end(self)
         finally:
@@ -76,9 +86,7 @@ class TrainingLoop:
 
     def train_step(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
         """One optimizer step on this rank's share of the global batch."""
-        started = time.perf_counter()
-        tokens, samples = batch["tokens"].to(self.world.device, non_blocking=True), batch["samples"]
-        samples = samples.to(self.world.device, non_blocking=True)
+        tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
         valid = self.world.sum((targets != IGNORED).sum())
         losses = []
@@ -98,14 +106,11 @@ class TrainingLoop:
         self.optimizer.step()
         self.optimizer.zero_grad()
         finish_step(self.model)
-        mean_loss, stopping = self._agree(torch.stack(losses).sum())
-        if stopping and self.stop_reason is None:
-            self.stop_reason = "another rank was asked to stop"
-        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate}
+        mean_loss = self._agree(torch.stack(losses).sum())
+        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate, "tokens": int(valid)}
         if not (math.isfinite(mean_loss) and math.isfinite(metrics["grad_norm"])):
             raise TrainingError(self._explain_divergence(metrics))
-        seconds = time.perf_counter() - started
-        return metrics | {"tokens_per_s": int(valid) / seconds, "tokens": int(valid), "step_s": seconds}
+        return metrics
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -147,17 +152,20 @@ class TrainingLoop:
             "samples": np.stack([np.arange(start, start + share) for start in starts]),
         }
 
-    def stop(self, reason: str) -> None:
-        """Ask all ranks to stop after the step in hand."""
+    def stop(self, reason: str, everywhere: bool = False) -> None:
+        """Stop after the step in hand; unless every rank asks for it `everywhere` alike, once the ranks have agreed."""
         self.stop_reason = self.stop_reason or reason
+        self.stopping = self.stopping or everywhere
 
-    def _agree(self, loss: Tensor) -> tuple[float, bool]:
-        """The loss of the whole batch, and whether any rank was asked to stop."""
+    def _agree(self, loss: Tensor) -> float:
+        """The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop."""
         both = self.world.sum(
             torch.stack((loss.double(), loss.new_tensor(float(self.stop_reason is not None)).double()))
         )
-        total, stopping = both.tolist()
-        return total, stopping > 0
+        total, requests = both.tolist()
+        if requests:
+            self.stop("another rank was asked to stop", everywhere=True)
+        return total
 
     def _batches(self) -> Prefetcher:
         pin = self.world.device.type == "cuda"
