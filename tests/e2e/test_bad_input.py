@@ -103,6 +103,7 @@ def test_tokenizer_that_did_not_pack_the_corpus(refused: Refused, tiny_run: list
     assert "packed with the tokenizer" in refused("train", *tiny_run, "data.tokenizer=tokenizer.json")
 
 
+@pytest.mark.slow
 def test_run_folder_of_another_configuration(
     refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
 ) -> None:
@@ -120,6 +121,7 @@ def test_run_folder_that_is_not_one(refused: Refused, tiny_run: list[str], tmp_p
     assert "not a run's" in refused("train", *tiny_run, "run.dir=mine", "--fresh")
 
 
+@pytest.mark.slow
 def test_two_trainings_in_one_folder(
     refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
 ) -> None:
@@ -130,6 +132,7 @@ def test_two_trainings_in_one_folder(
         assert "another process is training in a" in refused("train", *tiny_run, "run.dir=a", "--fresh")
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_is_named_and_not_used(
     refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ def test_damaged_checkpoint_is_named_and_not_used(
     assert "damaged" in refused("generate", "a", "x")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_shape_is_refused(
     refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from meshwright.config_load import ResolvedConfig, resolve_config, run_presets
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 from meshwright.torch_support import require_torch
+from meshwright.train.job import batch_schedule, make_job
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +54,9 @@ def run(args: argparse.Namespace) -> int:
     nproc = _processes(args.nproc, resolved)
     # Read by OpenMP when torch is imported: ranks share the cores instead of fighting for them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if "RANK" not in os.environ:
+        # Before the seconds that torch takes to import: mistakes are told at once.
+        make_job(resolved.config, nproc)
     from meshwright.launch.local import RankError
     from meshwright.trainer import train
 
@@ -74,8 +78,6 @@ def _processes(argument: str | None, resolved: ResolvedConfig) -> int:
         return int(argument)
     gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if config.run.device != "cpu" else 0
     # The most processes that the cores (or GPUs) carry and that share every batch evenly.
-    from meshwright.train.job import batch_schedule
-
     sizes = batch_schedule(config).sizes()
     limit = gpus or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else gpus or os.cpu_count() or 1
     unit = config.train.micro_batch or 1
