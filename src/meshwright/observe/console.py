@@ -25,6 +25,7 @@ class Console(Hook):
         self.task = TaskID(0)
         self.started = 0.0
         self.last_eval: float | None = None
+        self.following: str | None = None
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
@@ -61,7 +62,7 @@ class Console(Hook):
             print(line, file=self.terminal.file, flush=True)
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        self.close()
+        self._end_progress()
         if not trainer.world.is_first:
             return
         folder = trainer.job.folder.path
@@ -74,9 +75,15 @@ class Console(Hook):
         following = (
             f'meshwright generate {folder} "your prompt"' if trainer.finished else "the same command goes on from there"
         )
-        self.terminal.print(f"next: {following}", soft_wrap=True)
+        self.following = f"next: {following}"
 
     def close(self) -> None:
+        self._end_progress()
+        if self.following is not None:
+            # The very last line, after what other hooks say at the end.
+            self.terminal.print(self.following, soft_wrap=True)
+
+    def _end_progress(self) -> None:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None
