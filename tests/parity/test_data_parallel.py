@@ -72,6 +72,25 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "dp=2 zero=1",
+        "dp=4 zero=1 replicate=2",
+        "dp=2 zero=2",
+        "dp=4 zero=3",
+        "dp=4 zero=2 replicate=2",
+        "dp=4 zero=3 shard=2",
+    ],
+)
+def test_sharded_ranks_compute_what_one_process_computes(case: str, strategy: str, run: Run) -> None:
+    overrides = [*CASES[case], f"parallel.strategy={strategy}"]
+    ranks = int(strategy[3])
+    alone = [o if o != "train.micro_batch=1" else f"train.micro_batch={ranks}" for o in CASES[case]]
+    assert_same_run(run("one", 1, *alone), run("many", ranks, *overrides))
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_compute_what_one_process_computes(case: str, ranks: int, run: Run) -> None:
     overrides = CASES[case]
@@ -80,11 +99,13 @@ def test_ranks_compute_what_one_process_computes(case: str, ranks: int, run: Run
     assert_same_run(run("one", 1, *alone), run("many", ranks, *overrides))
 
 
-def test_resuming_inside_a_ramp_on_other_ranks_repeats_and_loses_nothing(run: Run) -> None:
+def test_resuming_inside_a_ramp_under_other_strategies_repeats_and_loses_nothing(run: Run) -> None:
     ramp = ["train.batch_schedule=4..12 over 4", "train.steps=6", "model.spec.dropout=0.1", "train.schedule=constant"]
     whole = run("whole", 1, *ramp)
-    run("parts", 2, *ramp, "train.steps=2")
-    run("parts", 4, *ramp, "train.steps=3")
+    run("parts", 2, *ramp, "train.steps=2", "parallel.strategy=zero=3")
+    run("parts", 4, *ramp, "train.steps=3", "parallel.strategy=zero=1 replicate=2")
+    run("parts", 4, *ramp, "train.steps=4", "parallel.strategy=zero=2 shard=2")
+    run("parts", 2, *ramp, "train.steps=5")
     parts = run("parts", 1, *ramp, "train.steps=6")
     assert_same_run(whole, parts)
 

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.load import load_tensors
 from meshwright.errors import CheckpointError
+from meshwright.parallel.zero1 import ShardedOptimizer
+
+AnyOptimizer = torch.optim.Optimizer | ShardedOptimizer
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -22,19 +26,31 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def gather_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, dict[str, Tensor]]:
     """The files of a checkpoint: file name -> tensor name -> tensor on the CPU."""
     weights = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
     moments = {
         f"optimizer.{kind}.{name}": value
         for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(parameter, {}).items()
+        for kind, value in optimizer.state.get(_held(optimizer, parameter), {}).items()
     }
     return {"model.safetensors": _on_cpu(weights), "optimizer.safetensors": _on_cpu(moments)}
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return {name: _whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(value: Tensor, target: Tensor) -> Tensor:
+    """A whole value split as the target is, without communication: every rank has read it."""
+    value = value.to(target.device)
+    if not isinstance(target, DTensor):
+        return value
+    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
 
 
 @torch.no_grad()
@@ -46,15 +62,20 @@ def restore_model(model: nn.Module, folder: Path, manifest: Manifest) -> None:
 
 
 @torch.no_grad()
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, manifest: Manifest) -> None:
+def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, manifest: Manifest) -> None:
     """Copy a checkpoint's moments into an optimizer of that model."""
     parameters = dict(model.named_parameters())
     names = [name for name in manifest.tensors if name.startswith("optimizer.")]
     for name, value in load_tensors(folder, manifest, names):
         _, kind, parameter_name = name.split(".", 2)
-        parameter = parameters[parameter_name]
-        # AdamW keeps its step count where it keeps its moments only when it is fused.
-        optimizer.state[parameter][kind] = value.to(parameter.device)
+        parameter = _held(optimizer, parameters[parameter_name])
+        # The count of steps is no part of the parameter; a fused AdamW keeps it where the moments are.
+        optimizer.state[parameter][kind] = _like(value, parameter) if value.ndim else value.to(parameter.device)
+
+
+def _held(optimizer: AnyOptimizer, parameter: nn.Parameter) -> nn.Parameter:
+    """The parameter under which an optimizer keeps the state of a model's parameter."""
+    return optimizer.rows_of(parameter) if isinstance(optimizer, ShardedOptimizer) else parameter
 
 
 def _copy(target: Tensor, value: Tensor, name: str) -> None:
@@ -63,4 +84,4 @@ def _copy(target: Tensor, value: Tensor, name: str) -> None:
             f"{name} is {value.dtype} {tuple(value.shape)} in the checkpoint "
             f"and {target.dtype} {tuple(target.shape)} in the model"
         )
-    target.copy_(value)
+    target.copy_(_like(value, target))

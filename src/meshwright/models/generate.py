@@ -13,7 +13,7 @@ from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: Decoder,
     prompt: Sequence[int],

@@ -19,11 +19,14 @@ class Sample(Hook):
         self.tokens = tokens
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        if not (trainer.world.is_first and trainer.finished):
+        if not trainer.finished:
             return
-        pieces = continue_text(
-            trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, seed=trainer.config.run.seed
+        # On every rank, since sharded weights are gathered together; the first one prints.
+        made = "".join(
+            continue_text(trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, seed=trainer.config.run.seed)
         )
+        if not trainer.world.is_first:
+            return
         text = Text(self.prompt, style="bold")
-        text.append("".join(pieces), style="not bold")
+        text.append(made, style="not bold")
         Terminal().print(Panel(text, title="what it has learned to write", title_align="left", expand=False))

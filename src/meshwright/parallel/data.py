@@ -1,7 +1,12 @@
-"""Data parallel: every rank holds the whole model and works on its share of the batch; gradients are summed.
+"""Data parallel: every rank works on its share of the batch, and gradients are summed.
 
 Summed, not averaged: the loss is already divided by the global count of tokens, so the sum over ranks is the gradient
 of the whole batch, however it is split.
+
+- zero=0, 1: each rank holds all parameters and gradients, which travel in buckets while the backward pass runs (DDP);
+  with 1 the optimizer state lives in shards (`zero1.py`).
+- zero=2, 3: optimizer state and gradients live in shards; with 3 parameters do too, gathered block by block when they
+  are used (FSDP2). With `replicate` the shards exist several times, and gradients are summed over the copies as well.
 """
 
 # No `from __future__ import annotations` here: torch reads the communication hook's annotations as types.
@@ -10,19 +15,21 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.models.mixture import mixtures
+from meshwright.models.decoder import Decoder
 from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket
-from meshwright.parallel.world import World
+from meshwright.strategy import Strategy
 
 
-def replicate(model: nn.Module, world: World) -> nn.Module:
-    """The model with its gradients summed over all ranks, in buckets, while the backward pass runs."""
-    if world.size == 1:
-        return model
-    for mixture in mixtures(model):
-        mixture.data_group = world.group
+def apply(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
+    """The model with its gradients summed over all data ranks, and its state sharded as the strategy says."""
+    return _shard(model, strategy, mesh) if strategy.zero >= 2 else _replicate(model)
+
+
+def _replicate(model: Decoder) -> nn.Module:
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
     replica.register_comm_hook(None, _sum)
     return replica
@@ -33,8 +40,32 @@ def _sum(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])
 
 
+def _shard(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
+    """Shard block by block; what is outside of the blocks goes with the root, so that tied weights stay one."""
+    over = mesh if strategy.replicate > 1 else mesh["shard"]
+    for block in model.model.layers.values():
+        fully_shard(block, mesh=over, reshard_after_forward=strategy.zero == 3)
+    fully_shard(model, mesh=over, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # A divided sum is an operation of its own that gloo does not have; a plain sum is what is wanted anyway.
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
 def synchronise(replica: nn.Module, now: bool) -> AbstractContextManager[None]:
     """The context of a forward and backward pass: gradients travel now, or are kept for a later pass to take along."""
-    if now or not isinstance(replica, DistributedDataParallel):
-        return nullcontext()
-    return replica.no_sync()
+    if isinstance(replica, DistributedDataParallel):
+        return nullcontext() if now else replica.no_sync()
+    if isinstance(replica, FSDPModule):
+        replica.set_requires_gradient_sync(now)
+        replica.set_is_last_backward(now)
+    return nullcontext()
+
+
+def reshard(model: nn.Module) -> None:
+    """Put gathered weights back into shards: a forward pass without a backward one leaves them gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

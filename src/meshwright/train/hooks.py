@@ -167,11 +167,11 @@ class SaveCheckpoints(Hook):
 
 
 def save(trainer: TrainingLoop) -> None:
-    """Save the trainer's state as a checkpoint of its run; only the first rank writes."""
-    if not trainer.world.is_first:
-        return
+    """Save the trainer's state as a checkpoint of its run; all ranks gather it, the first one writes."""
     started = time.perf_counter()
     files = gather_state(trainer.model, trainer.optimizer)
+    if not trainer.world.is_first:
+        return
     state: dict[str, Any] = {}
     for hook in trainer.hooks:
         state |= hook.state()

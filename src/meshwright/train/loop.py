@@ -21,7 +21,9 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.hf import load_hf
 from meshwright.models.initialize import build
 from meshwright.models.mixture import finish_step, mixtures
-from meshwright.parallel.data import replicate, synchronise
+from meshwright.parallel.apply import apply
+from meshwright.parallel.data import reshard, synchronise
+from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
 from meshwright.train.hooks import Hook
 from meshwright.train.job import make_job
@@ -51,10 +53,13 @@ class TrainingLoop:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.model = self._make_model()
-        self.optimizer = make_optimizer(self.model, self.config.train)
+        strategy = self.job.strategy
+        self.mesh = make_mesh(strategy, self.world.device.type) if self.world.size > 1 else None
+        self.replica = apply(self.model, strategy, self.mesh)
+        state_axis = self.mesh["shard"] if self.mesh is not None and strategy.zero == 1 else None
+        self.optimizer = make_optimizer(self.model, self.config.train, state_axis)
         self.hooks = list(hooks)
         self.resumed_from = self._resume()
-        self.replica = replicate(self.model, self.world)
 
     @property
     def finished(self) -> bool:
@@ -121,13 +126,19 @@ class TrainingLoop:
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         size = self.config.train.micro_batch or max(1, self.config.train.global_batch // self.world.size)
-        for start in range(self.world.rank * size, count, self.world.size * size):
-            rows = self.job.sampler.validation_rows(start, min(size, count - start))
+        for round_start in range(0, count, self.world.size * size):
+            # Every rank takes part in every round, since sharded weights are gathered together; one that has no
+            # sequences left computes the first one again and does not count it.
+            start = round_start + self.world.rank * size
+            mine = min(size, max(0, count - start))
+            rows = self.job.sampler.validation_rows(start if mine else 0, mine or 1)
             tokens = torch.from_numpy(rows).to(self.world.device)
             with self.precision():
                 loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
-            total += torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
+            if mine:
+                total += torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
         self.model.train()
+        reshard(self.model)
         loss_sum, valid = self.world.sum(total).tolist()
         return loss_sum / valid
 
