@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.load import load_tensors
 from meshwright.errors import CheckpointError
+from meshwright.models.parts import part_like, whole
 from meshwright.parallel.zero1 import ShardedOptimizer
 
 AnyOptimizer = torch.optim.Optimizer | ShardedOptimizer
@@ -38,19 +38,7 @@ def gather_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, dict[st
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: _whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(value: Tensor, target: Tensor) -> Tensor:
-    """A whole value split as the target is, without communication: every rank has read it."""
-    value = value.to(target.device)
-    if not isinstance(target, DTensor):
-        return value
-    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -70,7 +58,7 @@ def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, m
         _, kind, parameter_name = name.split(".", 2)
         parameter = _held(optimizer, parameters[parameter_name])
         # The count of steps is no part of the parameter; a fused AdamW keeps it where the moments are.
-        optimizer.state[parameter][kind] = _like(value, parameter) if value.ndim else value.to(parameter.device)
+        optimizer.state[parameter][kind] = part_like(value, parameter) if value.ndim else value.to(parameter.device)
 
 
 def _held(optimizer: AnyOptimizer, parameter: nn.Parameter) -> nn.Parameter:
@@ -84,4 +72,4 @@ def _copy(target: Tensor, value: Tensor, name: str) -> None:
             f"{name} is {value.dtype} {tuple(value.shape)} in the checkpoint "
             f"and {target.dtype} {tuple(target.shape)} in the model"
         )
-    target.copy_(_like(value, target))
+    target.copy_(part_like(value, target))

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
 from meshwright.models.decoder import Decoder
@@ -20,8 +22,9 @@ from meshwright.models.hf_files import TensorFiles, open_files, write_files
 from meshwright.models.hf_weights import EMBEDDING, HEAD, Dialect, Piece, pieces, pieces_to_read, shapes_of
 from meshwright.models.initialize import build_empty
 from meshwright.models.mixture import mixtures
+from meshwright.models.parts import part_like
 
-__all__ = ["load_hf", "read_spec", "save_hf"]
+__all__ = ["fill_from_hf", "load_hf", "read_spec", "save_hf"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -45,13 +48,28 @@ def load_hf(folder: Path | str, device: torch.device | str = "cpu", dtype: torch
     with open_files(folder) as files:
         wanted = pieces_to_read(files.shapes, spec, str(folder))
         model = build_empty(spec, device, files.dtype((piece.theirs for piece in wanted), dtype))
-        if spec.tie_word_embeddings:
+    fill_from_hf(model, folder)
+    return model
+
+
+@torch.no_grad()
+def fill_from_hf(model: Decoder, folder: Path | str) -> None:
+    """Copy the folder's weights into a decoder of the same shape, whole or split; one tensor at a time."""
+    folder = Path(folder)
+    with open_files(folder) as files:
+        wanted = pieces_to_read(files.shapes, model.spec, str(folder))
+        if model.spec.tie_word_embeddings:
             _check_tied(files, wanted)
         parameters = dict(model.named_parameters())
-        for piece in wanted:
-            value = files.read(piece.theirs, piece.their_part)
-            parameters[piece.ours][piece.ours_part].copy_(value.T if piece.transposed else value)
-    return model
+        for name, parts in groupby(sorted(wanted, key=lambda piece: piece.ours), key=lambda piece: piece.ours):
+            target = parameters[name]
+            # A split parameter is put together once on the CPU, and each rank keeps its part.
+            value = torch.empty(target.shape, dtype=target.dtype) if isinstance(target, DTensor) else target
+            for piece in parts:
+                read = files.read(piece.theirs, piece.their_part)
+                value[piece.ours_part].copy_(read.T if piece.transposed else read)
+            if value is not target:
+                target.copy_(part_like(value, target))
 
 
 def save_hf(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from meshwright.models.counter_random import key_of, normal
 from meshwright.models.decoder import Decoder
+from meshwright.models.parts import box_of
 from meshwright.models.spec import ModelSpec
 
 _PIECE = 1 << 16  # float64 and int64 pieces of this size stay in a core's cache
@@ -36,30 +37,49 @@ def initialize(model: nn.Module, spec: ModelSpec, seed: int) -> None:
             fill_normal(parameter, seed, name, _deviation(spec, name))
 
 
-def fill_normal(whole: Tensor, seed: int, name: str, deviation: float) -> None:
-    """Fill a contiguous tensor with its normal values."""
-    flat = whole.view(-1)
+def fill_normal(tensor: Tensor, seed: int, name: str, deviation: float) -> None:
+    """Fill a tensor, or this rank's part of it, with its normal values."""
+    local, offset, shape = box_of(tensor)
+    if local.numel() == 0:
+        return
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # Positions of one row of the part in the whole, then all rows a few at a time.
+    inner = torch.zeros((1,) * (len(shape) - 1), dtype=torch.int64, device=local.device)
+    for dim in range(1, len(shape)):
+        places = torch.arange(offset[dim], offset[dim] + local.shape[dim], device=local.device) * strides[dim]
+        inner = inner + places.view(-1, *(1,) * (len(shape) - 1 - dim))
     key = key_of(seed, name)
-    for start in range(0, flat.numel(), _PIECE):
-        index = torch.arange(start, min(start + _PIECE, flat.numel()), device=flat.device)
-        flat[start : start + _PIECE] = (normal(key, index) * deviation).to(flat.dtype)
+    rows = max(1, _PIECE // max(1, inner.numel()))
+    for start in range(0, local.shape[0], rows):
+        row = torch.arange(start, min(start + rows, local.shape[0]), device=local.device) + offset[0]
+        index = inner + (row * strides[0]).view(-1, *(1,) * (len(shape) - 1))
+        local[start : start + rows] = (normal(key, index) * deviation).to(local.dtype)
 
 
-def build_empty(spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-    """A decoder whose memory is there and whose values are not: for weights that come from a file."""
+def build_meta(spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A decoder without memory, to be split before it gets any."""
     with torch.device("meta"):
-        model = Decoder(spec)
-    model = model.to(dtype).to_empty(device=device)
+        return Decoder(spec).to(dtype)
+
+
+def materialise(model: Decoder, device: torch.device | str) -> Decoder:
+    """Give a decoder on the meta device its memory; the values are for the caller to fill in."""
+    model = model.to_empty(device=device)
     model.tie()
     for buffer in model.buffers():
         buffer.zero_()
     return model
 
 
+def build_empty(spec: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
+    """A whole decoder whose memory is there and whose values are not: for weights that come from a file."""
+    return materialise(build_meta(spec, dtype), device)
+
+
 def build(
     spec: ModelSpec, seed: int = 0, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Decoder:
-    """A decoder with fresh weights."""
+    """A whole decoder with fresh weights."""
     model = build_empty(spec, device, dtype)
     initialize(model, spec, seed)
     model.dropout_seed = seed

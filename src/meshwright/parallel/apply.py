@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.models.decoder import Decoder
@@ -12,10 +11,10 @@ from meshwright.parallel import data
 from meshwright.strategy import Strategy
 
 
-def apply(model: Decoder, strategy: Strategy, mesh: DeviceMesh | None) -> nn.Module:
-    """Split the model in place as the strategy says; gives the module to call for a training step."""
+def apply(model: Decoder, strategy: Strategy, mesh: DeviceMesh | None) -> None:
+    """Split the model in place as the strategy says; on the meta device too."""
     if mesh is None:
-        return model
+        return
     for mixture in mixtures(model):
         mixture.data_group = dist.group.WORLD
-    return data.apply(model, strategy, mesh)
+    data.apply(model, strategy, mesh)

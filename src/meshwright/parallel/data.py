@@ -24,12 +24,10 @@ from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket
 from meshwright.strategy import Strategy
 
 
-def apply(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
-    """The model with its gradients summed over all data ranks, and its state sharded as the strategy says."""
-    return _shard(model, strategy, mesh) if strategy.zero >= 2 else _replicate(model)
-
-
-def _replicate(model: Decoder) -> nn.Module:
+def replicate(model: Decoder, strategy: Strategy, mesh: DeviceMesh | None) -> nn.Module:
+    """The module to call for a training step: where parameters are whole, one that sums their gradients."""
+    if mesh is None or strategy.zero >= 2:
+        return model
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
     replica.register_comm_hook(None, _sum)
     return replica
@@ -40,8 +38,10 @@ def _sum(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _shard(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
+def apply(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> None:
     """Shard block by block; what is outside of the blocks goes with the root, so that tied weights stay one."""
+    if strategy.zero < 2:
+        return
     over = mesh if strategy.replicate > 1 else mesh["shard"]
     for block in model.model.layers.values():
         fully_shard(block, mesh=over, reshard_after_forward=strategy.zero == 3)
@@ -51,7 +51,6 @@ def _shard(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> nn.Module:
             module.set_gradient_divide_factor(1.0)
             # A divided sum is an operation of its own that gloo does not have; a plain sum is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
-    return model
 
 
 def synchronise(replica: nn.Module, now: bool) -> AbstractContextManager[None]:

@@ -18,11 +18,11 @@ from meshwright.config import RunConfig
 from meshwright.data.prefetch import Prefetcher
 from meshwright.errors import UserError
 from meshwright.models.decoder import Decoder
-from meshwright.models.hf import load_hf
-from meshwright.models.initialize import build
+from meshwright.models.hf import fill_from_hf
+from meshwright.models.initialize import build_meta, initialize, materialise
 from meshwright.models.mixture import finish_step, mixtures
 from meshwright.parallel.apply import apply
-from meshwright.parallel.data import reshard, synchronise
+from meshwright.parallel.data import replicate, reshard, synchronise
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
 from meshwright.train.hooks import Hook
@@ -52,10 +52,10 @@ class TrainingLoop:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        self.model = self._make_model()
         strategy = self.job.strategy
         self.mesh = make_mesh(strategy, self.world.device.type) if self.world.size > 1 else None
-        self.replica = apply(self.model, strategy, self.mesh)
+        self.model = self._make_model()
+        self.replica = replicate(self.model, strategy, self.mesh)
         state_axis = self.mesh["shard"] if self.mesh is not None and strategy.zero == 1 else None
         self.optimizer = make_optimizer(self.model, self.config.train, state_axis)
         self.hooks = list(hooks)
@@ -184,10 +184,14 @@ class TrainingLoop:
 
     def _make_model(self) -> Decoder:
         dtype = torch.float64 if self.config.train.precision == "float64" else torch.float32
+        # Split before it has memory: no rank holds more of the model than its part.
+        model = build_meta(self.job.spec, dtype)
+        apply(model, self.job.strategy, self.mesh)
+        materialise(model, self.world.device)
         if self.config.model.from_hf:
-            model = load_hf(self.config.model.from_hf, device=self.world.device, dtype=dtype)
+            fill_from_hf(model, self.config.model.from_hf)
         else:
-            model = build(self.job.spec, self.config.run.seed, self.world.device, dtype)
+            initialize(model, self.job.spec, self.config.run.seed)
         model.dropout_seed = self.config.run.seed
         return model.train()
 
