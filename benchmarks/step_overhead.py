@@ -32,7 +32,7 @@ from meshwright.models.initialize import build
 from meshwright.observe.console import Console
 from meshwright.observe.records import Records
 from meshwright.observe.tensorboard import TensorBoard
-from meshwright.train.hooks import Hook, Metrics, OpenFolder, StopOnSignal
+from meshwright.train.hooks import Events, Hook, Metrics, StopOnSignal
 from meshwright.train.loop import TrainingLoop
 
 SHAPES = {"demo": (8, 256), "tiny": (16, 64)}
@@ -108,7 +108,7 @@ def measure(name: str, corpus: Path, folder: Path, blocks: int, steps: int) -> l
     }
     interleave = Interleave(steps)
     console = Console(Terminal(file=io.StringIO()))
-    hooks = [OpenFolder(), StopOnSignal(), Records(), TensorBoard(), console, interleave]
+    hooks = [Events(), StopOnSignal(), Records(), TensorBoard(), console, interleave]
     TrainingLoop(load_config(None, [f"{key}={value}" for key, value in settings.items()]), hooks=hooks).train()
     return interleave.pairs
 

@@ -6,12 +6,14 @@ import os
 
 # Before torch is imported anywhere: forked ranks must not inherit a thread pool.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The tests are those of a machine without a GPU, wherever they run.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_text(root / "text" / f"{number}.txt", 20_000, seed=number)
     prepare([root / "text"], root / "packed", "bytes", workers=1)
     return root / "packed"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of one mebibyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], check=False)
+    if mounted.returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
 
 
 CommandLine = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -16,7 +16,9 @@ __all__ = ["RunConfig", "load_config", "resolve_config"]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def free(default: Any, **constraints: Any) -> Any:
@@ -27,10 +29,10 @@ def free(default: Any, **constraints: Any) -> Any:
 class RunSection(_Section):
     dir: str = free("runs/default", min_length=1)
     """Folder of the run: configuration, metrics, events, checkpoints."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides initial weights, the order of the data and dropout."""
     fresh: bool = free(False)
-    """Start anew although the folder holds a run; that run is moved aside to DIR.previous."""
+    """Start anew although the folder holds a run; that run is moved aside to DIR.previous-1, -2, ..."""
     device: Literal["auto", "cpu", "cuda"] = free("auto")
     """Where to train; auto takes the GPU when there is one."""
 
@@ -89,7 +91,7 @@ class TrainSection(_Section):
     """Optimizer steps of the whole run; the learning-rate schedule ends there."""
     global_batch: int = Field(default=16, gt=0)
     """Samples per optimizer step, over all ranks."""
-    batch_schedule: str | list[list[int]] | None = None
+    batch_schedule: int | str | list[list[int]] | None = None
     """Replaces train.global_batch: "16..64 over 200" ramps up in 200 steps; [[0, 16], [100, 64]] sets it by hand."""
     micro_batch: int | None = free(None, gt=0)
     """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share."""

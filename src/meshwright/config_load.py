@@ -190,7 +190,10 @@ def _validate(tree: Tree, origins: Mapping[str, str]) -> RunConfig:
 def _complaint(root: type[BaseModel], tree: Tree, origins: Mapping[str, str], error: Mapping[str, Any]) -> str:
     parts = [str(part) for part in error["loc"]]
     if error["type"] == "value_error" and len(parts) < 2:
-        return str(error["ctx"]["error"])
+        # A rule about several settings of a section: the last of them to be set is where to look.
+        named = [key for key in origins if key.startswith(f"{'.'.join(parts)}.") and key in str(error["ctx"]["error"])]
+        places = dict.fromkeys(origins[key] for key in named)
+        return "".join(f"{place}: " for place in places) + str(error["ctx"]["error"])
     # Union types add the tried alternative to the place; the setting itself is the longest known prefix.
     key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in origins), ".".join(parts))
     place = origins.get(key, "")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from functools import partial
-
-import torch
 
 from meshwright.config import RunConfig
 from meshwright.launch.local import run_ranks
@@ -14,22 +14,23 @@ from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks
-from meshwright.train.hooks import EarlyStop, Evaluate, Hook, OpenFolder, SaveCheckpoints, StopOnSignal
-from meshwright.train.job import make_job, prepare_sources
+from meshwright.train.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
+from meshwright.train.job import make_job, prepare_sources, unprepared
 from meshwright.train.loop import TrainingLoop
 
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    hooks: list[Hook] = [OpenFolder(), StopOnSignal(), Evaluate(), EarlyStop(), Records()]
+    hooks: list[Hook] = [Events(), StopOnSignal(), Evaluate(), EarlyStop(), Records()]
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
         hooks.append(WeightsAndBiases())
-    hooks += [Console(), SaveCheckpoints()]
+    hooks.append(Console())
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
-    return hooks
+    # Last, so that it is the first at the end: what others say then is said of a run that is saved.
+    return [*hooks, SaveCheckpoints()]
 
 
 class Trainer(TrainingLoop):
@@ -43,16 +44,25 @@ def train(config: RunConfig, nproc: int = 1) -> None:
     """Train to the end: as one rank of a launcher's job when there is one, otherwise on that many local processes."""
     ranks = launched_ranks()
     if ranks is not None:
+        _prepare_together(config, ranks[0])
         with join_world(config.run.device, config.elastic.timeout_s, ranks) as world:
-            if world.is_first:
-                prepare_sources(config.data)
-            world.sum(torch.zeros(1))  # The others wait for the data.
             _train_rank(config, world)
         return
     # Checked here too, so that a mistake is told before any process starts.
     make_job(config, nproc)
     work = partial(_train_rank, config)
     run_ranks(work, nproc, device=config.run.device, timeout_s=config.elastic.timeout_s)
+
+
+def _prepare_together(config: RunConfig, rank: int) -> None:
+    """The first rank packs the data; the others wait for it without the limit of a collective."""
+    if rank == 0:
+        prepare_sources(config)
+    index = unprepared(config.data)
+    if index is not None:
+        print(f"rank {rank} waits until rank 0 has written {index}", file=sys.stderr, flush=True)
+    while index is not None and not index.exists():
+        time.sleep(0.5)
 
 
 def _train_rank(config: RunConfig, world: World) -> None:

@@ -37,6 +37,10 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
     [
         ("train.stepz=3", "did you mean 'steps'?"),
         ("train.steps=three", "should be a valid integer"),
+        ("train.lr=inf", "finite number"),
+        ("run.seed=99999999999999999999", "less than"),
+        ("parallel.strategy=tp=auto", "unknown key 'tp'"),
+        ("parallel.strategy=dp=2 dp=4", "given twice"),
         ("model.preset=tinny", "did you mean 'tiny'?"),
         ("model.preset=deepseek-v3", "latent attention"),
         ("model.spec.num_hidden_layer=3", "num_hidden_layer"),
@@ -45,7 +49,7 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
         ("data.sequence_length=1024", "more than the model's 512 positions"),
         ("train.global_batch=7", "not divisible by 2"),
         ("train.micro_batch=3", "not divisible by 6"),
-        ("train.batch_schedule=8..9 over 4", "9"),
+        ("train.batch_schedule=8..9 over 0", "8..9 over 0"),
         ("model.spec.vocab_size=100", "token id"),
         ("parallel.strategy=dp=3", "needs 3 processes and there are 2"),
         ("parallel.strategy=tp=2", "unknown key 'tp'"),
@@ -156,6 +160,11 @@ def test_checkpoint_of_another_shape_is_refused(
     content["version"] = 99
     manifest.write_text(json.dumps(content))
     assert "another version" in refused("train", *tiny_run, "run.dir=a", "train.steps=9")
+
+
+@pytest.mark.parametrize("options", [["--tokens", 0], ["--temperature", -1], ["--top-k", 0], ["--device", "cuda"]])
+def test_generate_with_impossible_options(refused: Refused, options: list[object]) -> None:
+    assert str(options[0])[2:] in refused("generate", "tiny", "x", *options).replace("no GPU", "device")
 
 
 def test_unknown_verb_and_two_files(refused: Refused, meshwright: CommandLine) -> None:

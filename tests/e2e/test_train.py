@@ -62,8 +62,8 @@ def test_a_run_leaves_everything_that_its_folder_promises(
         "started",
         "checkpoint",
         "checkpoint",
-        "finished",
         "checkpoint",
+        "finished",
     ]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
     manifest = json.loads((run / "checkpoints/step-000006/manifest.json").read_text())
@@ -105,10 +105,16 @@ def test_finished_run_goes_on_when_given_more_steps(
 def test_fresh_sets_the_old_run_aside(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
     assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
     assert meshwright("train", *tiny_run, "run.dir=a", "train.lr=0.001", "--fresh").returncode == 0
-    assert len(metrics(tmp_path / "a")) == len(metrics(tmp_path / "a.previous")) == 6
+    assert len(metrics(tmp_path / "a")) == len(metrics(tmp_path / "a.previous-1")) == 6
     assert "fresh = false" in (tmp_path / "a/config.toml").read_text()
     # The new run is a run like any other: it goes on without --fresh.
     assert meshwright("train", *tiny_run, "run.dir=a", "train.lr=0.001", "train.steps=7").returncode == 0
+    # What was set aside before stays, and so does what only has such a name.
+    (tmp_path / "a.previous-2").write_text("mine")
+    assert meshwright("train", *tiny_run, "run.dir=a", "--fresh").returncode == 0
+    assert (tmp_path / "a.previous-2").read_text() == "mine"
+    assert len(metrics(tmp_path / "a.previous-3")) == 7
+    assert len(metrics(tmp_path / "a.previous-1")) == 6
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])
@@ -189,6 +195,46 @@ def test_torchrun_starts_the_same_run(tiny_run: list[str], tmp_path: Path) -> No
     assert len(metrics(tmp_path / "a")) == 6
 
 
+SCRIPT = """
+import sys
+import torch
+import meshwright as mw
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    torch.randn(500, 500) @ torch.randn(500, 500)  # Starts threads, which a forked rank would wait for in vain.
+    mw.train(mw.load_config(None, sys.argv[1:]), nproc=2)
+    print("loss", mw.load_model("a")(torch.arange(5)[None]).shape)
+"""
+
+
+def test_python_script_trains_on_ranks_after_work_of_its_own(tiny_run: list[str], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "script.py", *tiny_run, "run.dir=a"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "loss torch.Size([1, 5, 272])" in result.stdout
+    assert len(metrics(tmp_path / "a")) == 6
+
+
+def test_one_signal_after_an_early_stop_does_not_cost_the_save(tiny_run: list[str], tmp_path: Path) -> None:
+    # Saving the demo model takes long enough to be hit by a signal once the run has stopped by itself.
+    options = [*tiny_run, "model.preset=demo", "train.lr=1e-12", "train.eval_every=1", "train.early_stop=1"]
+    process = start(tmp_path, *options, "model.spec.num_hidden_layers=8", "run.dir=a", "train.steps=50")
+    wait_for_step(tmp_path / "a", 2, process)
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "a").glob("checkpoints/.step-*")) and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert list((tmp_path / "a/checkpoints").glob("step-*"))
+
+
 def test_terminal_shows_a_bar_and_what_to_do_next(tiny_run: list[str], tmp_path: Path) -> None:
     controller, terminal = pty.openpty()
     command = [sys.executable, "-m", "meshwright", "train", *tiny_run, "run.dir=a", "train.steps=30"]
@@ -217,6 +263,37 @@ def test_early_stop_ends_a_run_that_no_longer_improves(
     assert result.returncode == 0, result.stderr
     assert len(metrics(tmp_path / "a")) < 50
     assert "no better evaluation loss" in result.stdout
+
+
+def test_resumed_run_on_other_data_is_refused(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    for text, overwrite in (("one", []), ("two", ["--overwrite"])):
+        write_text(tmp_path / f"{text}.txt", 5_000, seed=len(overwrite))
+        made = meshwright("data", "prepare", f"{text}.txt", "--out", "packed", "--tokenizer", "bytes", *overwrite)
+        assert made.returncode == 0, made.stderr
+        result = meshwright("train", *tiny_run, "data.path=packed", "run.dir=a", f"train.steps={6 + len(overwrite)}")
+    assert result.returncode == 2
+    assert "was trained on other data" in result.stderr
+
+
+def test_save_that_fails_at_the_end_is_not_called_finished(
+    meshwright: CommandLine, tiny_run: list[str], small_disk: Path
+) -> None:
+    result = meshwright("train", *tiny_run, f"run.dir={small_disk}/a", "model.preset=demo")
+    assert result.returncode == 2
+    assert "missing" in result.stderr
+    assert "finished" not in result.stdout
+    assert [event["event"] for event in events(small_disk / "a")] == ["started"]
+
+
+def test_disk_that_fills_during_training_is_told_without_a_traceback(
+    meshwright: CommandLine, tiny_run: list[str], small_disk: Path
+) -> None:
+    (small_disk / "filler").write_bytes(b"x" * (1_000_000 - 60_000))
+    options = [*tiny_run, f"run.dir={small_disk}/a", "train.steps=3000", "--nproc", 2, "observe.tensorboard=false"]
+    result = meshwright("train", *options)
+    assert result.returncode == 2, result.stderr
+    assert "cannot be recorded" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_bf16_learns_too(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:

@@ -139,6 +139,28 @@ def test_killed_rank_is_named_although_the_others_complain_too() -> None:
         run_ranks(work, 3, device="cpu", timeout_s=60)
 
 
+def test_own_error_of_a_rank_is_the_cause_although_another_aborts() -> None:
+    def work(world: World) -> None:
+        if world.rank == 0:
+            raise ZeroDivisionError("planted")
+        try:
+            world.sum(torch.zeros(1))
+        except RuntimeError:
+            os.abort()
+
+    with pytest.raises(RankError, match="rank 0 of 2 failed") as caught:
+        run_ranks(work, 2, device="cpu", timeout_s=60)
+    assert "ZeroDivisionError: planted" in str(caught.value)
+
+
+def test_long_error_does_not_keep_a_rank_from_ending() -> None:
+    def work(world: World) -> None:
+        raise ValueError("é" * 100_000)
+
+    with pytest.raises(RankError, match="é"):
+        run_ranks(work, 2, device="cpu", timeout_s=60)
+
+
 def test_mistake_found_by_a_rank_is_told_as_a_mistake() -> None:
     def work(world: World) -> None:
         raise UserError("change train.lr")

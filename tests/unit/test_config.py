@@ -93,6 +93,11 @@ def test_wrong_value_names_what_is_allowed(override: str, expected: str) -> None
     assert expected in refusal(None, [override])
 
 
+def test_rule_about_two_settings_names_their_place(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nlr = 0.1\nmin_lr = 0.2\n")
+    assert refusal(tmp_path / "run.toml").startswith(f"{tmp_path}/run.toml, line ")
+
+
 def test_all_mistakes_are_reported_at_once() -> None:
     message = refusal(None, ["train.steps=0", "train.lr=-1", "run.seed=x"])
     assert all(key in message for key in ("train.steps", "train.lr", "run.seed"))

@@ -6,11 +6,14 @@ it up, each with its file and digest. A folder without a manifest is not a check
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
 
 from meshwright.errors import CheckpointError
 from meshwright.models.spec import ModelSpec
@@ -53,6 +56,8 @@ class Manifest(_Entry):
     """Samples taken so far: where the data goes on."""
     strategy: str
     model: ModelSpec
+    corpora: tuple[str, ...] = ()
+    """Digests of the packed corpora that the position counts in."""
     state: dict[str, Any]
     """What the parts of the training loop keep between steps."""
     tensors: dict[str, TensorEntry]
@@ -66,8 +71,9 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """The whole checkpoints of a run, oldest first."""
-    found = [path for path in checkpoints.glob("step-*") if (path / MANIFEST).exists()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    steps = {path: re.fullmatch(r"step-(\d+)", path.name) for path in checkpoints.glob("step-*")}
+    found = {path: int(match[1]) for path, match in steps.items() if match and (path / MANIFEST).exists()}
+    return sorted(found, key=lambda path: found[path])
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -83,6 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged or of another version: {place}: {first['msg']}") from None
 
 
-def digest(data: Any) -> str:
-    """The digest of raw bytes (anything with a buffer)."""
+def digest(tensor: Tensor) -> str:
+    """The digest of a contiguous CPU tensor's bytes."""
+    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return xxhash.xxh3_128_hexdigest(data)

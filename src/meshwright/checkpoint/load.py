@@ -9,7 +9,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from meshwright.checkpoint.format import Manifest, digest
-from meshwright.checkpoint.save import raw_bytes
 from meshwright.errors import CheckpointError
 
 
@@ -20,6 +19,8 @@ def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iter
         if name not in manifest.tensors:
             raise CheckpointError(f"{folder} has no tensor {name}")
         (piece,) = manifest.tensors[name].pieces
+        if Path(piece.file).name != piece.file:
+            raise CheckpointError(f"{folder}: {name} is said to lie in {piece.file}, outside of the checkpoint")
         by_file.setdefault(piece.file, []).append(name)
     for file, held in by_file.items():
         try:
@@ -35,7 +36,8 @@ def load_tensors(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iter
 def _check(folder: Path, manifest: Manifest, name: str, tensor: Tensor) -> None:
     entry = manifest.tensors[name]
     (piece,) = entry.pieces
-    if tuple(tensor.shape) != entry.shape or digest(raw_bytes(tensor)) != piece.digest:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tuple(tensor.shape) != entry.shape or dtype != entry.dtype or digest(tensor) != piece.digest:
         raise CheckpointError(
             f"{folder / piece.file} is damaged: {name} is not what was saved; use an earlier checkpoint"
         )

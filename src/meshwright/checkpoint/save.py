@@ -6,17 +6,17 @@ A checkpoint is either whole or not there: a crash or a full disk leaves the ear
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright.checkpoint.format import MANIFEST, Manifest, Piece, TensorEntry, digest, list_checkpoints, step_folder
 from meshwright.errors import CheckpointError
+from meshwright.files import flush
 
 
 def describe_tensors(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, TensorEntry]:
@@ -31,7 +31,7 @@ def describe_tensors(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Ten
                     name=name,
                     offset=(0,) * tensor.ndim,
                     shape=tuple(tensor.shape),
-                    digest=digest(raw_bytes(tensor)),
+                    digest=digest(tensor),
                 ),
             ),
         )
@@ -40,29 +40,26 @@ def describe_tensors(files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Ten
     }
 
 
-def raw_bytes(tensor: Tensor) -> np.ndarray:
-    """The bytes of a contiguous CPU tensor of any type."""
-    return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
 def save_checkpoint(checkpoints: Path, manifest: Manifest, files: Mapping[str, dict[str, Tensor]]) -> Path:
     """Write a checkpoint and give its folder; an equal step that is already there is left as it is."""
     target = step_folder(checkpoints, manifest.step)
-    if target.exists():
+    if (target / MANIFEST).exists():
         return target
     temporary = checkpoints / f".{target.name}.{os.getpid()}"
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for remains in (temporary, target):
+            shutil.rmtree(remains, ignore_errors=True)
         temporary.mkdir(parents=True)
         _check_space(checkpoints, files)
         for file, tensors in files.items():
             save_file(tensors, temporary / file)
-            _flush(temporary / file)
+            flush(temporary / file)
         (temporary / MANIFEST).write_text(manifest.model_dump_json(indent=1))
-        _flush(temporary / MANIFEST)
-        _flush(temporary)
+        flush(temporary / MANIFEST)
+        flush(temporary)
         temporary.rename(target)
-        _flush(checkpoints)
+        flush(checkpoints)
+        flush(checkpoints.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, CheckpointError):
@@ -79,8 +76,10 @@ def prune(checkpoints: Path, keep: int) -> None:
         # Without its manifest it is no checkpoint, should the removal be cut short.
         (old / MANIFEST).unlink()
         shutil.rmtree(old)
-    for rest in checkpoints.glob(".step-*"):
-        shutil.rmtree(rest, ignore_errors=True)
+    whole = list_checkpoints(checkpoints)
+    for folder in checkpoints.iterdir():
+        if re.fullmatch(r"step-\d+|\.step-\d+\.\d+", folder.name) and folder not in whole:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_space(checkpoints: Path, files: Mapping[str, dict[str, Tensor]]) -> None:
@@ -90,11 +89,3 @@ def _check_space(checkpoints: Path, files: Mapping[str, dict[str, Tensor]]) -> N
         raise CheckpointError(
             f"a checkpoint needs {needed:,} bytes in {checkpoints} and {free:,} are free ({needed - free:,} missing)"
         )
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -56,7 +56,11 @@ def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, m
     names = [name for name in manifest.tensors if name.startswith("optimizer.")]
     for name, value in load_tensors(folder, manifest, names):
         _, kind, parameter_name = name.split(".", 2)
+        if parameter_name not in parameters:
+            raise CheckpointError(f"{folder} has optimizer state of {parameter_name}, which the model does not have")
         parameter = _held(optimizer, parameters[parameter_name])
+        if value.ndim and value.shape != parameter.shape:
+            raise CheckpointError(f"{name} is {tuple(value.shape)} and its parameter {tuple(parameter.shape)}")
         # The count of steps is no part of the parameter; a fused AdamW keeps it where the moments are.
         optimizer.state[parameter][kind] = part_like(value, parameter) if value.ndim else value.to(parameter.device)
 

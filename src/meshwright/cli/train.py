@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
-from meshwright.config_load import ResolvedConfig, resolve_config, run_presets
+from meshwright.config import RunConfig
+from meshwright.config_load import resolve_config, run_presets
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 from meshwright.torch_support import require_torch
@@ -51,10 +51,14 @@ def run(args: argparse.Namespace) -> int:
         print_settings(resolved)
         return 0
     require_torch()
-    nproc = _processes(args.nproc, resolved)
-    # Read by OpenMP when torch is imported: ranks share the cores instead of fighting for them.
+    launched = "RANK" in os.environ
+    if launched and args.nproc is not None:
+        raise ConfigError("a launcher started this process (RANK is set) and says how many there are; drop --nproc")
+    nproc = 1 if launched else _processes(args.nproc, resolved.config)
+    # Read when numpy and torch are imported: ranks share the cores instead of fighting for them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    if "RANK" not in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    if not launched:
         # Before the seconds that torch takes to import: mistakes are told at once.
         make_job(resolved.config, nproc)
     from meshwright.launch.local import RankError
@@ -67,20 +71,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _processes(argument: str | None, resolved: ResolvedConfig) -> int:
+def _processes(argument: str | None, config: RunConfig) -> int:
     """How many local processes to start."""
-    config = resolved.config
-    if argument is None:
-        return Strategy.processes(config.parallel.strategy) or 1
+    asked = Strategy.processes(config.parallel.strategy)
+    if argument is None or (argument == "auto" and asked is not None):
+        return asked or 1
     if argument != "auto":
         if not argument.isdecimal() or int(argument) < 1:
             raise ConfigError(f"--nproc takes a whole number from 1, or auto, not '{argument}'")
         return int(argument)
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*"))) if config.run.device != "cpu" else 0
+    from meshwright.parallel.world import available_cores, visible_gpus
+
+    limit = (visible_gpus() if config.run.device != "cpu" else 0) or available_cores()
     # The most processes that the cores (or GPUs) carry and that share every batch evenly.
     sizes = batch_schedule(config).sizes()
-    limit = gpus or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else gpus or os.cpu_count() or 1
     unit = config.train.micro_batch or 1
-    return max(
-        count for count in range(1, limit + 1) if count == 1 or all(size % (count * unit) == 0 for size in sizes)
-    )
+    return max(n for n in range(1, limit + 1) if n == 1 or all(size % (n * unit) == 0 for size in sizes))

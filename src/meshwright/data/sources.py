@@ -127,7 +127,9 @@ def _walk(folder: str, without: set[str], leave_out: Path | None) -> Iterator[os
     except OSError as error:
         raise DataError(f"folder {folder} cannot be read: {error.strerror}; change its rights or move it") from error
     for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir():
+            if entry.is_symlink() and Path(entry.path).resolve() in Path(entry.path).absolute().parents:
+                raise DataError(f"folder {entry.path} is a link to a folder that it lies in; remove it or leave it out")
             if entry.name not in without and entry.path != str(leave_out):
                 yield from _walk(entry.path, without, leave_out)
         elif entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path)):

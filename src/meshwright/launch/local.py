@@ -1,8 +1,9 @@
 """Start n ranks on this machine and look after them.
 
-The parent imports everything once and forks, so that eight ranks start in about the time of one. It forwards stop
-signals, ends all ranks as soon as one fails, and shows that rank's own error first. Ranks talk over the loopback
-interface and meet through a file, so that nothing listens on the network.
+The parent imports everything once and forks where that is safe, so that eight ranks start in about the time of one;
+elsewhere ranks are fresh interpreters. It forwards stop signals, ends all ranks as soon as one fails, and shows that
+rank's own error first. Ranks talk over the loopback interface and meet through a file, so that nothing listens on the
+network.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,7 +30,8 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.parallel.torch_releases import FileStore
-from meshwright.parallel.world import World, join_world
+from meshwright.parallel.world import World, available_cores, join_world
+from meshwright.train.hooks import show_cursor
 
 GRACE_S = 10.0
 """How long ranks may take to end by themselves after one of them has failed."""
@@ -44,48 +47,66 @@ def run_ranks(work: Callable[[World], None], count: int, *, device: str = "auto"
         with join_world(device, timeout_s) as world:
             work(world)
         return
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    # CUDA does not survive a fork once it is in use, and macOS's system libraries do not either.
-    fork = sys.platform == "linux" and not torch.cuda.is_initialized()
-    context: Any = multiprocessing.get_context("fork" if fork else "spawn")
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as meeting_place:
-        ranks: list[BaseProcess] = []
-        reports: list[Connection] = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
+    context: Any = multiprocessing.get_context("fork" if _may_fork(device) else "spawn")
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as meeting_place, _Supervisor(meeting_place) as supervisor:
         for rank in range(count):
             receiver, sender = context.Pipe(duplex=False)
             store = str(Path(meeting_place) / "store")
             process = context.Process(target=_rank, args=(work, rank, count, device, timeout_s, store, sender))
             process.start()
             sender.close()
-            ranks.append(process)
-            reports.append(receiver)
-        _Supervisor(ranks, reports).watch()
+            supervisor.add(process, receiver)
+        supervisor.watch()
+
+
+def _may_fork(device: str) -> bool:
+    """Whether forked ranks would work: threads and a CUDA in use do not survive a fork, nor does macOS take it well."""
+    if sys.platform != "linux" or (device != "cpu" and torch.cuda.device_count() > 0):
+        return False
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 class _Supervisor:
-    """Waits for ranks, passes signals on, and turns the first failure into one error."""
+    """Looks after ranks from the first one started: passes signals on, ends them all, finds the first cause."""
 
-    def __init__(self, ranks: list[BaseProcess], reports: list[Connection]) -> None:
-        self.ranks = ranks
-        self.reports = reports
+    def __init__(self, meeting_place: str) -> None:
+        self.meeting_place = meeting_place
+        self.ranks: list[BaseProcess] = []
+        self.reports: list[Connection] = []
         self.signals = 0
+        self.previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> _Supervisor:
+        with suppress(ValueError):  # Only a main thread may; a caller in another thread passes no signals on.
+            self.previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def add(self, process: BaseProcess, report: Connection) -> None:
+        """Take a rank that was just started into care."""
+        self.ranks.append(process)
+        self.reports.append(report)
 
     def watch(self) -> None:
         """Return when all ranks have succeeded; raise what the first failing one raised."""
-        previous = {number: signal.signal(number, self._forward) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            self._wait_for_first_failure()
-            died = self._end_rest()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-        self._raise_cause(died)
+        self._wait_for_first_failure()
+        self._raise_cause(self._end_rest())
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
         if self.signals > 1:
             for process in self.ranks:
                 process.kill()
+            show_cursor()
+            shutil.rmtree(self.meeting_place, ignore_errors=True)
             os._exit(128 + number)
         for process in self.ranks:
             if process.is_alive() and process.pid is not None:
@@ -111,17 +132,20 @@ class _Supervisor:
         return {rank: signal.Signals(-code) for rank, code in codes.items() if code is not None and code < 0}
 
     def _raise_cause(self, died: dict[int, signal.Signals]) -> None:
-        # A rank that was killed cannot speak; the lost connections that the others report are its consequence.
-        for rank, number in died.items():
-            hint = "; the machine may have run out of memory" if number == signal.SIGKILL else ""
-            raise RankError(f"rank {rank} of {len(self.ranks)} was ended by {number.name}{hint}")
+        """Raise the first cause: a rank's own error, else a rank that was killed, else a lost connection."""
         failures = []
         for rank, receiver in enumerate(self.reports):
             with suppress(EOFError):
                 if receiver.poll():
                     failures.append({"rank": rank, **json.loads(receiver.recv_bytes())})
+        # A rank that was killed cannot speak, and the lost connections that the others report are its consequence.
+        causes = [failure for failure in failures if not failure["lost_connection"]]
+        if died and not causes:
+            rank, number = next(iter(died.items()))
+            hint = "; the machine may have run out of memory" if number == signal.SIGKILL else ""
+            raise RankError(f"rank {rank} of {len(self.ranks)} was ended by {number.name}{hint}")
         if failures:
-            first = min(failures, key=lambda failure: failure["time"])
+            first = min(causes or failures, key=lambda failure: failure["time"])
             if first["code"] is not None:
                 error = UserError(first["text"])
                 error.exit_code = first["code"]
@@ -140,6 +164,8 @@ def _rank(
     os.setpgrp()
     threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, available_cores() // size))
     code = 0
     try:
         with join_world(device, timeout_s, (rank, size, rank), FileStore(store, size)) as world:
@@ -163,8 +189,10 @@ def _tell(report: Connection, error: BaseException) -> int:
         code, text = error.exit_code, str(error)
     elif isinstance(error, KeyboardInterrupt):
         code, text = 130, "interrupted before the first step"
+    lost = any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer", "DistBackendError"))
     # The parent reads when the ranks have ended: more than a pipe holds would keep this one from ending.
-    report.send_bytes(json.dumps({"time": time.time(), "code": code, "text": text[-16_000:]}).encode())
+    message = {"time": time.time(), "code": code, "lost_connection": lost, "text": text[-8_000:]}
+    report.send_bytes(json.dumps(message).encode())
     return 1 if code is None else code
 
 

@@ -98,10 +98,7 @@ class Decoder(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        if spec.latent_attention is not None:
-            raise NotImplementedError(
-                "the decoder has no multi-head latent attention; check_buildable() says so to users"
-            )
+        spec.check_buildable()
         self.spec = spec
         self.dropout_seed = 0
         self.model = Body(spec)

@@ -57,12 +57,13 @@ def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, count: int,
     start = tokenizer.encode(prompt) or ([tokenizer.end] if tokenizer.end is not None else [])
     if not start:
         raise UserError("the prompt has no tokens to continue; give at least one character")
-    made: list[int] = []
-    shown = ""
+    tokens = list(start)
+    # Decoded with what is before it: some tokenizers drop the space in front of a text's first word.
+    shown = len(tokenizer.decode(tokens))
     for token in generate(model, start, count, end=tokenizer.end, **options):
-        made.append(token)
-        text = tokenizer.decode(made)
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
         # A character may take several tokens: what ends in the mark of an unfinished one waits.
-        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(made) == count:
-            yield text[len(shown) :]
-            shown = text
+        if not text.endswith("\N{REPLACEMENT CHARACTER}") or len(tokens) == len(start) + count:
+            yield text[shown:]
+            shown = len(text)

@@ -9,6 +9,8 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from meshwright.errors import UserError
+
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt2", "deepseek_v3"]
 Linear = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
 
@@ -143,6 +145,14 @@ class ModelSpec(_Facts):
         if self.tie_word_embeddings and "head" in self.bias:
             raise ValueError("bias names 'head', which tied embeddings do not have")
         return self
+
+    def check_buildable(self) -> None:
+        """Raise a UserError unless the decoder can build this shape."""
+        if self.latent_attention is not None:
+            raise UserError(
+                "this model has multi-head latent attention, which the decoder does not build; "
+                "its facts serve counting and planning only"
+            )
 
     def is_sparse(self, layer: int) -> bool:
         """Whether that layer's feed-forward is a mixture of experts."""

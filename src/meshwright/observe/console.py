@@ -25,7 +25,6 @@ class Console(Hook):
         self.task = TaskID(0)
         self.started = 0.0
         self.last_eval: float | None = None
-        self.following: str | None = None
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
@@ -52,6 +51,8 @@ class Console(Hook):
         self.last_eval = metrics.get("eval_loss", self.last_eval)
         if self.progress is not None:
             self.progress.update(self.task, completed=trainer.step, numbers=numbers(metrics, self.last_eval))
+            if trainer.finished or trainer.stopping:
+                self.close()
             return
         last = trainer.finished or trainer.stopping
         if trainer.step % trainer.config.observe.log_every == 0 or last or "eval_loss" in metrics:
@@ -62,7 +63,6 @@ class Console(Hook):
             print(line, file=self.terminal.file, flush=True)
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        self._end_progress()
         if not trainer.world.is_first:
             return
         folder = trainer.job.folder.path
@@ -75,15 +75,9 @@ class Console(Hook):
         following = (
             f'meshwright generate {folder} "your prompt"' if trainer.finished else "the same command goes on from there"
         )
-        self.following = f"next: {following}"
+        self.terminal.print(f"next: {following}", soft_wrap=True)
 
     def close(self) -> None:
-        self._end_progress()
-        if self.following is not None:
-            # The very last line, after what other hooks say at the end.
-            self.terminal.print(self.following, soft_wrap=True)
-
-    def _end_progress(self) -> None:
         if self.progress is not None:
             self.progress.stop()
             self.progress = None

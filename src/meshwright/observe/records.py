@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import TextIO
 
+from meshwright.errors import CheckpointError
 from meshwright.train.hooks import Hook, Metrics
 from meshwright.train.loop import TrainingLoop
 
@@ -21,9 +23,16 @@ class Records(Hook):
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self.file is not None:
-            self.file.write(json.dumps(dict(metrics)) + "\n")
-            self.file.flush()
+            try:
+                self.file.write(json.dumps(dict(metrics)) + "\n")
+                self.file.flush()
+            except OSError as error:
+                raise CheckpointError(
+                    f"step {trainer.step} cannot be recorded in {trainer.job.folder.metrics}: {error.strerror}; "
+                    "make room and start the same command again: it goes on from the latest checkpoint"
+                ) from error
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            with suppress(OSError):  # What could not be written was told when it was to be written.
+                self.file.close()

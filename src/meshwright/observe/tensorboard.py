@@ -36,6 +36,8 @@ class TensorBoard(Hook):
     def at_start(self, trainer: TrainingLoop) -> None:
         if trainer.world.is_first:
             self.writer = EventWriter(trainer.job.folder.tensorboard)
+            if trainer.resumed_from is not None:
+                self.writer.restart(trainer.step + 1)
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self.writer is not None:
@@ -54,6 +56,11 @@ class EventWriter:
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file: BinaryIO = (folder / name).open("xb")
         self._record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
+
+    def restart(self, step: int) -> None:
+        """Have readers drop what earlier files hold from that step on: it is computed again."""
+        start = _varint(1, 1)
+        self._record(_double(1, time.time()) + _varint(2, step) + _bytes(7, start))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Add named values of a step."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.errors import ConfigError
 from meshwright.observe.tensorboard import TAGS
 from meshwright.train.hooks import Hook, Metrics
 from meshwright.train.loop import TrainingLoop
@@ -19,10 +18,8 @@ class WeightsAndBiases(Hook):
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
             return
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError("observe.wandb needs the wandb package; pip install 'meshwright[wandb]'") from None
+        import wandb
+
         folder = trainer.job.folder.path
         self.run = wandb.init(name=folder.name, dir=str(folder), config=trainer.config.model_dump())
 

@@ -47,6 +47,16 @@ class World:
         return values
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def visible_gpus() -> int:
+    """GPUs that PyTorch can use here; counted without starting CUDA."""
+    return torch.cuda.device_count()
+
+
 def launched_ranks() -> tuple[int, int, int] | None:
     """(rank, size, local rank) that a launcher's environment names, if one started this process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

@@ -7,8 +7,9 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +25,7 @@ Metrics = MutableMapping[str, float]
 
 
 class Hook:
-    """Something that happens around the steps. Runs on every rank, in the order of the list."""
+    """Something that happens around the steps, on every rank: in the order of the list, and at the end in reverse."""
 
     def at_start(self, trainer: TrainingLoop) -> None:
         """Before the first step."""
@@ -33,10 +34,10 @@ class Hook:
         """After each step; what is put into `metrics` is recorded by the hooks that follow."""
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        """After the last step of a run that was not cut off by an error."""
+        """After the last step of a run that was not cut off by an error; the last hook first."""
 
     def close(self) -> None:
-        """Always, at the very end."""
+        """Always, at the very end; the last hook first."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must remember of this hook."""
@@ -46,17 +47,14 @@ class Hook:
         """Take up what a checkpoint remembers."""
 
 
-class OpenFolder(Hook):
-    """The run folder: configuration, tokenizer, start and end events."""
-
-    def __init__(self) -> None:
-        self.lock: TextIO | None = None
+class Events(Hook):
+    """What the run folder tells of the run as a whole: configuration, tokenizer, when it started, went on, ended."""
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
             return
         folder = trainer.job.folder
-        self.lock = folder.open(trainer.config)
+        folder.write_config(trainer.config)
         folder.forget_metrics_after(trainer.step)
         if not folder.tokenizer.exists():
             trainer.job.tokenizer.save(folder.tokenizer)
@@ -76,26 +74,25 @@ class OpenFolder(Hook):
             kind = "finished" if trainer.finished else "stopped"
             trainer.job.folder.event(kind, step=trainer.step, reason=trainer.stop_reason)
 
-    def close(self) -> None:
-        if self.lock is not None:
-            self.lock.close()
-
 
 class StopOnSignal(Hook):
     """The first SIGINT or SIGTERM stops the run after the step in hand and saves; the second ends it at once."""
 
     def __init__(self) -> None:
         self.previous: dict[signal.Signals, Any] = {}
+        self.received = 0
 
     def at_start(self, trainer: TrainingLoop) -> None:
         def handle(number: int, frame: FrameType | None) -> None:
-            if trainer.stop_reason is not None:
+            self.received += 1
+            if self.received > 1:
+                show_cursor()
                 os._exit(128 + number)
-            name = signal.Signals(number).name
-            trainer.stop(name)
+            trainer.stop(signal.Signals(number).name)
             if trainer.world.is_first:
                 # A handler may interrupt a write of the console's own buffer: go around it.
-                os.write(sys.stderr.fileno(), b"\nstopping after this step and saving; again to stop at once\n")
+                with suppress(OSError, ValueError):
+                    os.write(sys.stderr.fileno(), b"\nstopping after this step and saving; again to stop at once\n")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
@@ -106,6 +103,13 @@ class StopOnSignal(Hook):
     def close(self) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def show_cursor() -> None:
+    """Give the terminal back its cursor, which a progress bar hides, before an exit that lets nothing else run."""
+    with suppress(OSError, ValueError):
+        if sys.stdout.isatty():
+            os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
 
 
 class Evaluate(Hook):
@@ -180,6 +184,7 @@ def save(trainer: TrainingLoop) -> None:
         position=trainer.job.batches.position(trainer.step),
         strategy=str(trainer.job.strategy),
         model=trainer.job.spec,
+        corpora=tuple(corpus.digest for corpus in trainer.job.sampler.corpora),
         state=state,
         tensors=describe_tensors(files),
     )

@@ -6,7 +6,9 @@ No torch here, so that a mistake is reported at once and before any work is lost
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -46,12 +48,14 @@ def make_job(config: RunConfig, world: int) -> Job:
             f"data.sequence_length={config.data.sequence_length} is more than the model's "
             f"{spec.max_position_embeddings} positions; lower it or set model.spec.max_position_embeddings"
         )
+    if config.observe.wandb and find_spec("wandb") is None:
+        raise ConfigError("observe.wandb needs the wandb package; pip install 'meshwright[wandb]'")
     batches = batch_schedule(config)
     for size in batches.sizes():
         strategy.micro_steps(size, config.train.micro_batch)
     folder = RunFolder(config.run.dir)
     folder.check(config)
-    prepare_sources(config.data)
+    prepare_sources(config)
     corpora = open_corpora(config.data)
     tokenizer = matching_tokenizer(config, [corpus for corpus, _ in corpora])
     sampler = Sampler(
@@ -72,24 +76,28 @@ def model_spec(config: RunConfig) -> ModelSpec:
     base = preset(section.preset).model_dump() if section.preset else {}
     if not base and not section.spec:
         raise ConfigError("no model: set model.preset (`meshwright models` lists them), model.from_hf or model.spec")
-    if isinstance(section.spec.get("experts"), dict) and base.get("experts"):
-        section = section.model_copy(
-            update={"spec": {**section.spec, "experts": {**base["experts"], **section.spec["experts"]}}}
-        )
-    # What follows from other fields is derived anew unless it was set by hand.
-    if {"hidden_size", "num_attention_heads"} & section.spec.keys():
-        base.pop("head_dim", None)
+    # A head size that followed from width and heads follows from them again, unless it is set by hand.
+    if base and base["head_dim"] * base["num_attention_heads"] == base["hidden_size"]:
+        del base["head_dim"]
     try:
-        spec = ModelSpec.model_validate({**base, **section.spec})
+        spec = ModelSpec.model_validate(_laid_over(base, section.spec))
     except ValidationError as errors:
         lines = [f"model.spec.{'.'.join(map(str, e['loc']))}: {e['msg']}".replace(".:", ":") for e in errors.errors()]
         raise ConfigError("\n  ".join(lines) + f"\n  model.spec has {', '.join(ModelSpec.model_fields)}") from None
-    if spec.latent_attention is not None:
-        raise ConfigError(
-            f"model.preset={section.preset!r} has multi-head latent attention, which the decoder does not build; "
-            "its facts serve planning only"
-        )
+    spec.check_buildable()
     return spec
+
+
+def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Settings over a preset's: tables merge, `none` clears, values replace."""
+    merged = dict(base)
+    for name, value in changes.items():
+        below = merged.get(name)
+        if isinstance(value, dict) and isinstance(below, dict):
+            merged[name] = _laid_over(below, value)
+        else:
+            merged[name] = None if value == "none" else value
+    return merged
 
 
 def batch_schedule(config: RunConfig) -> BatchSchedule:
@@ -98,11 +106,27 @@ def batch_schedule(config: RunConfig) -> BatchSchedule:
     return BatchSchedule.parse(config.train.global_batch if setting is None else setting)
 
 
-def prepare_sources(data: DataSection) -> None:
-    """Pack data.sources into data.path unless that was done before."""
-    if data.sources and data.path and not (Path(data.path) / "index.json").exists():
-        with shown_progress() as progress:
-            prepare(data.sources, data.path, data.tokenizer or "bytes", progress=progress)
+def unprepared(data: DataSection) -> Path | None:
+    """The index of a corpus that data.sources describes and that is not packed yet."""
+    index = Path(data.path or "") / "index.json"
+    return index if data.sources and not index.exists() else None
+
+
+def prepare_sources(config: RunConfig) -> None:
+    """Pack data.sources into data.path unless that was done before; with the model's own tokenizer where it has one."""
+    if unprepared(config.data) is None:
+        return
+    assert config.data.path is not None
+    tokenizer = config.data.tokenizer or _tokenizer_of(config.model.from_hf) or "bytes"
+    with shown_progress() as progress:
+        prepare(config.data.sources, config.data.path, tokenizer, progress=progress)
+
+
+def _tokenizer_of(folder: str | None) -> str | None:
+    """The folder, if there is a tokenizer in it."""
+    if folder and any((Path(folder) / name).exists() for name in ("tokenizer.json", "vocab.json")):
+        return folder
+    return None
 
 
 def open_corpora(data: DataSection) -> list[tuple[Corpus, float]]:
@@ -121,8 +145,8 @@ def matching_tokenizer(config: RunConfig, corpora: list[Corpus]) -> Tokenizer:
     wanted: list[tuple[str, str]] = [(str(corpus.path), corpus.tokenizer.digest) for corpus in corpora[1:]]
     if config.data.tokenizer:
         wanted.append((f"data.tokenizer={config.data.tokenizer}", load_tokenizer(config.data.tokenizer).digest))
-    if config.model.from_hf and (Path(config.model.from_hf) / "tokenizer.json").exists():
-        wanted.append((f"model.from_hf={config.model.from_hf}", load_tokenizer(config.model.from_hf).digest))
+    if folder := _tokenizer_of(config.model.from_hf):
+        wanted.append((f"model.from_hf={folder}", load_tokenizer(folder).digest))
     for place, digest in wanted:
         if digest != first.tokenizer.digest:
             raise DataError(

@@ -6,7 +6,8 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from meshwright.checkpoint.format import Manifest, list_checkpoints, read_manife
 from meshwright.checkpoint.training_state import restore_model, restore_optimizer
 from meshwright.config import RunConfig
 from meshwright.data.prefetch import Prefetcher
-from meshwright.errors import UserError
+from meshwright.errors import CheckpointError, UserError
 from meshwright.models.decoder import Decoder
 from meshwright.models.hf import fill_from_hf
 from meshwright.models.initialize import build_meta, initialize, materialise
@@ -24,7 +25,7 @@ from meshwright.models.mixture import finish_step, mixtures
 from meshwright.parallel.apply import apply
 from meshwright.parallel.data import replicate, reshard, synchronise
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, pick_device
 from meshwright.train.hooks import Hook
 from meshwright.train.job import make_job
 from meshwright.train.loss import IGNORED, summed_cross_entropy
@@ -42,16 +43,19 @@ class TrainingLoop:
     """Trains one configuration on one rank; `train()` runs to the end, a stop request or an error."""
 
     def __init__(self, config: RunConfig, world: World | None = None, hooks: Sequence[Hook] = ()) -> None:
-        self.world = world or World()
+        self.world = world or World(device=pick_device(config.run.device, 0))
         self.config = config
         self.job = make_job(config, self.world.size)
+        # Held from before the checkpoints are read until the end, so that no other training changes them meanwhile.
+        self._lock = self.job.folder.hold(config.run.fresh) if self.world.is_first else None
+        self.world.sum(torch.zeros(1))
         self.step = 0
         self.stop_reason: str | None = None
         self.stopping = False
         if self.config.train.deterministic:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(self.config.train.deterministic)
         strategy = self.job.strategy
         self.mesh = make_mesh(strategy, self.world.device.type) if self.world.size > 1 else None
         self.model = self._make_model()
@@ -68,9 +72,12 @@ class TrainingLoop:
 
     def train(self) -> None:
         """Train to the end of the run, or until someone asks to stop."""
-        for hook in self.hooks:
-            hook.at_start(self)
-        try:
+        with ExitStack() as ending:
+            if self._lock is not None:
+                ending.enter_context(self._lock)
+            for hook in self.hooks:
+                ending.callback(hook.close)
+                hook.at_start(self)
             with self._batches() as batches:
                 started = time.perf_counter()
                 for step, batch in batches:
@@ -83,11 +90,8 @@ class TrainingLoop:
                     if self.stopping:
                         break
                     started = time.perf_counter()
-            for hook in self.hooks:
+            for hook in reversed(self.hooks):
                 hook.at_end(self)
-        finally:
-            for hook in self.hooks:
-                hook.close()
 
     def train_step(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
         """One optimizer step on this rank's share of the global batch."""
@@ -125,7 +129,7 @@ class TrainingLoop:
             return None
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        size = self.config.train.micro_batch or max(1, self.config.train.global_batch // self.world.size)
+        size = self.config.train.micro_batch or max(1, self.job.batches.batch(self.step) // self.world.size)
         for round_start in range(0, count, self.world.size * size):
             # Every rank takes part in every round, since sharded weights are gathered together; one that has no
             # sequences left computes the first one again and does not count it.
@@ -197,12 +201,11 @@ class TrainingLoop:
 
     def _resume(self) -> Manifest | None:
         """Take up the latest checkpoint of the run folder, if there is one."""
-        if self.config.run.fresh:
-            return None
         found = list_checkpoints(self.job.folder.checkpoints)
         if not found:
             return None
         manifest = read_manifest(found[-1])
+        self._check_same_run(found[-1], manifest)
         restore_model(self.model, found[-1], manifest)
         restore_optimizer(self.model, self.optimizer, found[-1], manifest)
         self.step = manifest.step
@@ -210,6 +213,16 @@ class TrainingLoop:
         for hook in self.hooks:
             hook.restore(manifest.state)
         return manifest
+
+    def _check_same_run(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Raise unless the checkpoint was made from the model and the data that the configuration now means."""
+        if manifest.model != self.job.spec:
+            raise CheckpointError(f"{checkpoint} is of another model shape than model.preset or model.from_hf now has")
+        if manifest.corpora != tuple(corpus.digest for corpus in self.job.sampler.corpora):
+            raise CheckpointError(
+                f"{checkpoint} was trained on other data than the corpus now holds, and its position means others "
+                "there; bring the old corpus back, or start anew with another run.dir or --fresh"
+            )
 
     def _explain_divergence(self, metrics: dict[str, float]) -> str:
         return (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
-import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from meshwright._version import __version__
 from meshwright.config import RunConfig, load_config
 from meshwright.config_load import format_config
 from meshwright.errors import CheckpointError
+from meshwright.files import write_atomically
 
 
 class RunFolder:
@@ -41,7 +41,8 @@ class RunFolder:
         if not self.path.exists():
             return
         if not self.holds_run:
-            if any(entry.name != ".lock" for entry in self.path.iterdir()):
+            # Names with a dot are the lock, and what a crash before the first configuration may leave.
+            if any(not entry.name.startswith(".") for entry in self.path.iterdir()):
                 raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
             return
         if config.run.fresh:
@@ -54,27 +55,32 @@ class RunFolder:
                 "or give the old settings to go on with it."
             )
 
-    def open(self, config: RunConfig) -> TextIO:
-        """Make the folder ready, write the configuration, and hold it for this process; gives the lock to keep."""
-        if config.run.fresh and self.holds_run:
-            lock = self._lock()
-            previous = self.path.with_name(self.path.name + ".previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            self.path.rename(previous)
-            lock.close()
+    def hold(self, fresh: bool) -> TextIO:
+        """Make the folder if need be, an old run moved aside if asked, and keep others out; gives the lock to keep."""
+        if fresh and self.holds_run:
+            with self._lock():
+                self.path.rename(self._aside())
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = self._lock()
+        return self._lock()
+
+    def write_config(self, config: RunConfig) -> None:
+        """Write the resolved configuration."""
         header = f"# The resolved configuration of this run, written by meshwright {__version__}.\n"
         # The next start of this folder goes on with the run, whether or not this one started it anew.
         settled = config.model_copy(update={"run": config.run.model_copy(update={"fresh": False})})
         write_atomically(self.config, header + format_config(settled))
-        return lock
+
+    def _aside(self) -> Path:
+        """A free name beside the folder; what was set aside before stays."""
+        path = self.path.resolve()
+        names = (path.with_name(f"{path.name}.previous-{number}") for number in itertools.count(1))
+        return next(name for name in names if not name.exists())
 
     def _lock(self) -> TextIO:
         lock = (self.path / ".lock").open("a")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             lock.close()
             raise CheckpointError(
                 f"another process is training in {self.path}; wait for it or choose another run.dir"
@@ -95,16 +101,6 @@ class RunFolder:
         kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= step]
         if len(kept) != len(lines):
             write_atomically(self.metrics, "".join(line + "\n" for line in kept))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's content as a whole: a reader, or a crash, sees the old or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
 
 
 def _step_of(line: str) -> int | None:
