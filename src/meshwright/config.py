@@ -139,7 +139,7 @@ class TrainSection(_Section):
 
 class ParallelSection(_Section):
     strategy: str = free("auto", min_length=1)
-    """How the work is split, such as dp=2; auto splits the batch over all processes."""
+    """How the work is split, such as dp=2 or zero=3 replicate=2; auto gives every process the whole model."""
 
 
 class CheckpointSection(_Section):
