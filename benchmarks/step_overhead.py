@@ -32,8 +32,8 @@ from meshwright.models.initialize import build
 from meshwright.observe.console import Console
 from meshwright.observe.records import Records
 from meshwright.observe.tensorboard import TensorBoard
-from meshwright.train.hooks import Events, Hook, Metrics, StopOnSignal
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import Events, Hook, Metrics, StopOnSignal
+from meshwright.training.loop import TrainingLoop
 
 SHAPES = {"demo": (8, 256), "tiny": (16, 64)}
 """Batch and sequence length of each model."""

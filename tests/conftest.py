@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 # Before torch is imported anywhere: forked ranks must not inherit a thread pool.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # The tests are those of a machine without a GPU, wherever they run.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -62,13 +62,13 @@ class CorpusShare(_Section):
 
 
 class DataSection(_Section):
-    path: str | None = None
-    """Folder made by `meshwright data prepare`."""
+    path: str | None = free(None)
+    """Folder made by `meshwright data prepare`; a resumed run refuses other data, wherever it lies."""
     mix: list[CorpusShare] = []
     """Several corpora instead of one: a list of {path, weight}."""
-    sources: list[str] = []
+    sources: list[str] = free([])
     """Raw text to prepare into data.path when that folder does not exist yet; `python-stdlib` is built in."""
-    tokenizer: str | None = None
+    tokenizer: str | None = free(None)
     """`bytes` or a tokenizer file; the packed corpus must have been made with it. None accepts the corpus's own."""
     sequence_length: int = Field(default=512, gt=0)
     """Tokens per sample."""
@@ -94,7 +94,8 @@ class TrainSection(_Section):
     batch_schedule: int | str | list[list[int]] | None = None
     """Replaces train.global_batch: "16..64 over 200" ramps up in 200 steps; [[0, 16], [100, 64]] sets it by hand."""
     micro_batch: int | None = free(None, gt=0)
-    """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share."""
+    """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share.
+    The balancing loss of a mixture of experts is taken over the samples of one pass on all ranks."""
     lr: float = Field(default=3e-4, gt=0)
     """Highest learning rate."""
     min_lr: float = Field(default=0.0, ge=0)

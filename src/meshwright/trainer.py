@@ -14,9 +14,9 @@ from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks
-from meshwright.train.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
-from meshwright.train.job import make_job, prepare_sources, unprepared
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
+from meshwright.training.job import make_job, prepare_sources, unprepared
+from meshwright.training.loop import TrainingLoop
 
 
 def standard_hooks(config: RunConfig) -> list[Hook]:

@@ -43,7 +43,7 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
         ("parallel.strategy=dp=2 dp=4", "given twice"),
         ("model.preset=tinny", "did you mean 'tiny'?"),
         ("model.preset=deepseek-v3", "latent attention"),
-        ("model.spec.num_hidden_layer=3", "num_hidden_layer"),
+        ("model.spec.num_hidden_layer=3", "did you mean 'num_hidden_layers'?"),
         ("model.spec.num_key_value_heads=3", "num_key_value_heads=3 does not divide"),
         ("data.path=nowhere", "nowhere"),
         ("data.sequence_length=1024", "more than the model's 512 positions"),
@@ -56,6 +56,8 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
         ("model.from_hf=nowhere", "exclude each other"),
         ("data.tokenizer=nowhere.json", "nowhere.json"),
         ("run.device=cuda", "no GPU"),
+        ("run.dir=/proc/nothing", "cannot be written"),
+        ("train.batch_schedule=abc", "train.batch_schedule='abc'"),
     ],
 )
 def test_wrong_setting(refused: Refused, tiny_run: list[str], change: str, expected: str) -> None:

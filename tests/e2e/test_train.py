@@ -204,6 +204,7 @@ if __name__ == "__main__":
     torch.set_num_threads(2)
     torch.randn(500, 500) @ torch.randn(500, 500)  # Starts threads, which a forked rank would wait for in vain.
     mw.train(mw.load_config(None, sys.argv[1:]), nproc=2)
+    mw.train(mw.load_config(None, [*sys.argv[1:], "train.steps=7"]), nproc=2)
     print("loss", mw.load_model("a")(torch.arange(5)[None]).shape)
 """
 
@@ -217,7 +218,45 @@ def test_python_script_trains_on_ranks_after_work_of_its_own(tiny_run: list[str]
     )
     assert result.returncode == 0, result.stderr
     assert "loss torch.Size([1, 5, 272])" in result.stdout
-    assert len(metrics(tmp_path / "a")) == 6
+    assert len(metrics(tmp_path / "a")) == 7
+
+
+def test_reader_that_goes_away_does_not_end_the_training(tiny_run: list[str], tmp_path: Path) -> None:
+    process = start(tmp_path, *tiny_run, "run.dir=a", "train.steps=200", "observe.log_every=1")
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.wait(60)
+    assert len(metrics(tmp_path / "a")) == 200, errors
+    assert (tmp_path / "a/checkpoints/step-000200/manifest.json").exists()
+
+
+def test_folder_names_are_shown_as_they_are(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    result = meshwright("train", *tiny_run, "run.dir=runs/[red]my run[/blue]")
+    assert result.returncode == 0, result.stderr
+    assert "meshwright generate 'runs/[red]my run[/blue]' \"your prompt\"" in result.stdout
+
+
+def test_pause_of_the_parent_pauses_the_ranks(tiny_run: list[str], tmp_path: Path) -> None:
+    process = start(tmp_path, *tiny_run, "--nproc", "2", "run.dir=a", "train.steps=100000")
+    wait_for_step(tmp_path / "a", 2, process)
+    process.send_signal(signal.SIGTSTP)
+    deadline = time.monotonic() + 10
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.3)
+    paused = len(metrics_so_far(tmp_path / "a"))
+    time.sleep(1)
+    assert len(metrics_so_far(tmp_path / "a")) == paused
+    process.send_signal(signal.SIGCONT)
+    wait_for_step(tmp_path / "a", paused + 2, process)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert list((tmp_path / "a/checkpoints").glob("step-*"))
 
 
 def test_one_signal_after_an_early_stop_does_not_cost_the_save(tiny_run: list[str], tmp_path: Path) -> None:

@@ -110,60 +110,66 @@ def test_resuming_inside_a_ramp_under_other_strategies_repeats_and_loses_nothing
     assert_same_run(whole, parts)
 
 
-def test_local_ranks_are_told_to_talk_over_loopback() -> None:
-    def work(world: World) -> None:
-        if os.environ.get("GLOO_SOCKET_IFNAME") not in ("lo", "lo0"):
-            raise UserError(f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}")
+def work_of_local_ranks_are_told(world: World) -> None:
+    if os.environ.get("GLOO_SOCKET_IFNAME") not in ("lo", "lo0"):
+        raise UserError(f"GLOO_SOCKET_IFNAME={os.environ.get('GLOO_SOCKET_IFNAME')}")
 
-    run_ranks(work, 2, device="cpu", timeout_s=60)
+
+def test_local_ranks_are_told_to_talk_over_loopback() -> None:
+    run_ranks(work_of_local_ranks_are_told, 2, device="cpu", timeout_s=60)
+
+
+def work_of_failing_rank_is_named(world: World) -> None:
+    if world.rank == 1:
+        raise ZeroDivisionError("planted")
+    world.sum(torch.zeros(1))
 
 
 def test_failing_rank_is_named_with_its_own_traceback() -> None:
-    def work(world: World) -> None:
-        if world.rank == 1:
-            raise ZeroDivisionError("planted")
-        world.sum(torch.zeros(1))
-
     with pytest.raises(RankError, match="rank 1 of 3 failed") as caught:
-        run_ranks(work, 3, device="cpu", timeout_s=60)
+        run_ranks(work_of_failing_rank_is_named, 3, device="cpu", timeout_s=60)
     assert "ZeroDivisionError: planted" in str(caught.value)
+
+
+def work_of_killed_rank_is_named(world: World) -> None:
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world.sum(torch.zeros(1))
 
 
 def test_killed_rank_is_named_although_the_others_complain_too() -> None:
-    def work(world: World) -> None:
-        if world.rank == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        world.sum(torch.zeros(1))
-
     with pytest.raises(RankError, match="rank 2 of 3 was ended by SIGKILL"):
-        run_ranks(work, 3, device="cpu", timeout_s=60)
+        run_ranks(work_of_killed_rank_is_named, 3, device="cpu", timeout_s=60)
+
+
+def work_of_own_error_of_a(world: World) -> None:
+    if world.rank == 0:
+        raise ZeroDivisionError("planted")
+    try:
+        world.sum(torch.zeros(1))
+    except RuntimeError:
+        os.abort()
 
 
 def test_own_error_of_a_rank_is_the_cause_although_another_aborts() -> None:
-    def work(world: World) -> None:
-        if world.rank == 0:
-            raise ZeroDivisionError("planted")
-        try:
-            world.sum(torch.zeros(1))
-        except RuntimeError:
-            os.abort()
-
     with pytest.raises(RankError, match="rank 0 of 2 failed") as caught:
-        run_ranks(work, 2, device="cpu", timeout_s=60)
+        run_ranks(work_of_own_error_of_a, 2, device="cpu", timeout_s=60)
     assert "ZeroDivisionError: planted" in str(caught.value)
 
 
-def test_long_error_does_not_keep_a_rank_from_ending() -> None:
-    def work(world: World) -> None:
-        raise ValueError("é" * 100_000)
+def work_of_long_error_does_not(world: World) -> None:
+    raise ValueError("é" * 100_000)
 
+
+def test_long_error_does_not_keep_a_rank_from_ending() -> None:
     with pytest.raises(RankError, match="é"):
-        run_ranks(work, 2, device="cpu", timeout_s=60)
+        run_ranks(work_of_long_error_does_not, 2, device="cpu", timeout_s=60)
+
+
+def work_of_mistake_found_by_a(world: World) -> None:
+    raise UserError("change train.lr")
 
 
 def test_mistake_found_by_a_rank_is_told_as_a_mistake() -> None:
-    def work(world: World) -> None:
-        raise UserError("change train.lr")
-
     with pytest.raises(UserError, match="change train.lr"):
-        run_ranks(work, 2, device="cpu", timeout_s=60)
+        run_ranks(work_of_mistake_found_by_a, 2, device="cpu", timeout_s=60)

@@ -20,7 +20,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import build
 from meshwright.models.presets import preset
-from meshwright.train.optimizer import make_optimizer
+from meshwright.training.optimizer import make_optimizer
 
 Files = dict[str, dict[str, Tensor]]
 

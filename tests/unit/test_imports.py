@@ -33,7 +33,7 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['models'])",
         "from meshwright.cli.main import main; main(['train', '--preset', 'demo', '--explain'])",
         "from meshwright.cli.main import main; main(['train', 'train.stepz=1'])",
-        "import meshwright.train.job, meshwright.data.prepare",
+        "import meshwright.training.job, meshwright.data.prepare",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:
@@ -55,6 +55,7 @@ def test_every_public_name_loads() -> None:
 
     for name in meshwright.__all__:
         assert getattr(meshwright, name) is not None
+    assert callable(meshwright.train), "a folder of that name hides the function"
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = meshwright.nothing_such
 

@@ -11,8 +11,8 @@ import torch
 from meshwright.config import TrainSection, load_config
 from meshwright.models.initialize import build
 from meshwright.models.presets import preset
-from meshwright.train.loop import TrainingLoop
-from meshwright.train.optimizer import clip_gradients, make_optimizer
+from meshwright.training.loop import TrainingLoop
+from meshwright.training.optimizer import clip_gradients, make_optimizer
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.train.run_folder import RunFolder
+from meshwright.training.run_folder import RunFolder
 
 
 def test_metrics_after_the_checkpoint_are_dropped_with_a_cut_line(tmp_path: Path) -> None:

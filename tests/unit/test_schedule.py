@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import TrainSection
-from meshwright.train.schedule import learning_rate
+from meshwright.training.schedule import learning_rate
 
 
 def rates(**settings: object) -> list[float]:

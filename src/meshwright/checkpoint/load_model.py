@@ -52,7 +52,7 @@ def find_checkpoint(path: Path) -> Path | None:
 def load_tokenizer_of(path: str | Path) -> Tokenizer:
     """The tokenizer that belongs to a run, a checkpoint in one, or a Hugging Face folder."""
     path = Path(path)
-    for folder in (path / "tokenizer", path.resolve().parent.parent / "tokenizer"):
-        if folder.is_dir():
-            return load_tokenizer(folder)
-    return load_tokenizer(path)
+    if (path / "config.json").exists():
+        return load_tokenizer(path)
+    run = path.resolve().parent.parent if (path / MANIFEST).exists() else path
+    return load_tokenizer(run / "tokenizer")

@@ -24,8 +24,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the prompt and its continuation as it is made."""
     for wrong, rule in (
         (args.tokens < 1, "--tokens must be at least 1"),
-        (args.temperature < 0, "--temperature must be 0 or above"),
+        (not 0 <= args.temperature < float("inf"), "--temperature must be 0 or above"),
         (args.top_k < 1, "--top-k must be at least 1"),
+        (not 0 <= args.seed < 2**63, "--seed must be a whole number from 0 to 2^63 - 1"),
     ):
         if wrong:
             raise UserError(rule)

@@ -66,6 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         return _unknown("verb", verb, VERBS)
+    try:
+        return _run(verb, rest)
+    except KeyboardInterrupt:
+        print(f"meshwright {verb}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `meshwright models | head`
+        sys.stderr.close()
+        return 0
+
+
+def _run(verb: str, rest: list[str]) -> int:
+    """Import the verb's module, parse its arguments, do it."""
     module = import_module(f"meshwright.cli.{verb}")
     name, describe, run, about = verb, getattr(module, "describe", None), getattr(module, "run", None), module.__doc__
     actions: Mapping[str, Action] = getattr(module, "ACTIONS", {})
@@ -92,12 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"meshwright {name}: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"meshwright {name}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `meshwright models | head`
-        sys.stderr.close()
-        return 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from meshwright.config_load import resolve_config, run_presets
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 from meshwright.torch_support import require_torch
-from meshwright.train.job import batch_schedule, make_job
+from meshwright.training.job import batch_schedule, make_job
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

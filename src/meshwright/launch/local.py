@@ -31,7 +31,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.parallel.torch_releases import FileStore
 from meshwright.parallel.world import World, available_cores, join_world
-from meshwright.train.hooks import show_cursor
+from meshwright.training.hooks import STOP_SIGNALS, show_cursor
 
 GRACE_S = 10.0
 """How long ranks may take to end by themselves after one of them has failed."""
@@ -80,7 +80,8 @@ class _Supervisor:
 
     def __enter__(self) -> _Supervisor:
         with suppress(ValueError):  # Only a main thread may; a caller in another thread passes no signals on.
-            self.previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM)}
+            self.previous = {number: signal.signal(number, self._forward) for number in STOP_SIGNALS}
+            self.previous[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._pause)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -108,6 +109,15 @@ class _Supervisor:
             show_cursor()
             shutil.rmtree(self.meeting_place, ignore_errors=True)
             os._exit(128 + number)
+        self._send(number)
+
+    def _pause(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-Z: the ranks, which the terminal does not reach, stop and go on with the parent."""
+        self._send(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._send(signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
         for process in self.ranks:
             if process.is_alive() and process.pid is not None:
                 with suppress(ProcessLookupError):

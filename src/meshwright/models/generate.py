@@ -57,6 +57,11 @@ def continue_text(model: Decoder, tokenizer: Tokenizer, prompt: str, count: int,
     start = tokenizer.encode(prompt) or ([tokenizer.end] if tokenizer.end is not None else [])
     if not start:
         raise UserError("the prompt has no tokens to continue; give at least one character")
+    if max(start) >= model.spec.vocab_size:
+        raise UserError(
+            f"the tokenizer gives the id {max(start)}, and the model's vocabulary has {model.spec.vocab_size} entries: "
+            "the tokenizer is not this model's"
+        )
     tokens = list(start)
     # Decoded with what is before it: some tokenizers drop the space in front of a text's first word.
     shown = len(tokenizer.decode(tokens))

@@ -5,6 +5,8 @@ On a terminal a bar that stays in place; elsewhere a line every observe.log_ever
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
 
@@ -12,15 +14,15 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from meshwright.models.count import count_parameters
-from meshwright.train.hooks import Hook, Metrics
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.loop import TrainingLoop
 
 
 class Console(Hook):
     """The run on the first rank's console."""
 
     def __init__(self, terminal: Terminal | None = None) -> None:
-        self.terminal = terminal or Terminal(highlight=False)
+        self.terminal = terminal or Terminal(highlight=False, markup=False)
         self.progress: Progress | None = None
         self.task = TaskID(0)
         self.started = 0.0
@@ -30,7 +32,7 @@ class Console(Hook):
         if not trainer.world.is_first:
             return
         self.started = time.monotonic()
-        self.terminal.print(introduction(trainer), soft_wrap=True)
+        self._say(introduction(trainer))
         if self.terminal.is_terminal:
             columns = (
                 TextColumn("step"),
@@ -60,22 +62,31 @@ class Console(Hook):
             left = (time.monotonic() - self.started) / done * (trainer.config.train.steps - trainer.step)
             steps = f"step {trainer.step}/{trainer.config.train.steps}"
             line = f"{steps}  {numbers(metrics, metrics.get('eval_loss'))}  ETA {clock(left)}"
-            print(line, file=self.terminal.file, flush=True)
+            self._say(line)
 
     def at_end(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
             return
-        folder = trainer.job.folder.path
-        if trainer.resumed_from and trainer.step == trainer.resumed_from.step:
-            self.terminal.print(f"this run is already at step {trainer.step}; raise train.steps to go on with it")
+        if not trainer.worked:
+            self._say(f"this run is already at step {trainer.step}; raise train.steps to go on with it")
             return
         why = "finished" if trainer.finished else f"stopped at step {trainer.step} ({trainer.stop_reason})"
         seconds = time.monotonic() - self.started
-        self.terminal.print(f"{why} after {clock(seconds)}; everything is in {folder}", soft_wrap=True)
-        following = (
-            f'meshwright generate {folder} "your prompt"' if trainer.finished else "the same command goes on from there"
-        )
-        self.terminal.print(f"next: {following}", soft_wrap=True)
+        folder = trainer.job.folder
+        self._say(f"{why} after {clock(seconds)}; everything is in {folder.path}")
+        if trainer.finished:
+            self._say(f'next: meshwright generate {shlex.quote(str(folder.path))} "your prompt"')
+        else:
+            ranks = f" --nproc {trainer.world.size}" if trainer.world.size > 1 else ""
+            self._say(f"next: meshwright train {shlex.quote(str(folder.config))}{ranks} goes on from there")
+
+    def _say(self, text: str) -> None:
+        """Print a line; a reader that has gone away must not end the training."""
+        try:
+            print(text, file=self.terminal.file, flush=True)
+        except BrokenPipeError:
+            # Whatever is still to be printed, here or when Python ends, goes nowhere.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self) -> None:
         if self.progress is not None:

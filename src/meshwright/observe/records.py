@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import TextIO
 
 from meshwright.errors import CheckpointError
-from meshwright.train.hooks import Hook, Metrics
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.loop import TrainingLoop
 
 
 class Records(Hook):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from rich.console import Console as Terminal
 from rich.panel import Panel
 from rich.text import Text
 
 from meshwright.models.generate import continue_text
-from meshwright.train.hooks import Hook
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import Hook
+from meshwright.training.loop import TrainingLoop
 
 
 class Sample(Hook):
@@ -29,4 +31,5 @@ class Sample(Hook):
             return
         text = Text(self.prompt, style="bold")
         text.append(made, style="not bold")
-        Terminal().print(Panel(text, title="what it has learned to write", title_align="left", expand=False))
+        with suppress(BrokenPipeError, SystemExit):  # rich exits when its reader has gone away.
+            Terminal().print(Panel(text, title="what it has learned to write", title_align="left", expand=False))

@@ -6,6 +6,7 @@ of protocol buffers, of which scalars need five fields.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import struct
@@ -14,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from meshwright.train.hooks import Hook, Metrics
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.loop import TrainingLoop
 
 TAGS = {
     "loss": "train/loss",
@@ -82,7 +83,10 @@ def _double(field: int, value: float) -> bytes:
 
 
 def _float(field: int, value: float) -> bytes:
-    return bytes([field << 3 | 5]) + struct.pack("<f", value)
+    try:
+        return bytes([field << 3 | 5]) + struct.pack("<f", value)
+    except OverflowError:  # Beyond float32, which is what the format has.
+        return bytes([field << 3 | 5]) + struct.pack("<f", math.copysign(math.inf, value))
 
 
 def _varint(field: int, value: int) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright.observe.tensorboard import TAGS
-from meshwright.train.hooks import Hook, Metrics
-from meshwright.train.loop import TrainingLoop
+from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.loop import TrainingLoop
 
 
 class WeightsAndBiases(Hook):

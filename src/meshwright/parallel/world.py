@@ -61,8 +61,16 @@ def launched_ranks() -> tuple[int, int, int] | None:
     """(rank, size, local rank) that a launcher's environment names, if one started this process."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank = int(os.environ["RANK"])
-    return rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
+    try:
+        rank = int(os.environ["RANK"])
+        ranks = rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
+    except ValueError:
+        raise ConfigError("RANK, WORLD_SIZE and LOCAL_RANK are set, but not to whole numbers; unset them") from None
+    if ranks[1] > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            "RANK and WORLD_SIZE are set without MASTER_ADDR and MASTER_PORT; unset them, or start with torchrun"
+        )
+    return ranks
 
 
 def pick_device(setting: str, local_rank: int) -> torch.device:

@@ -19,7 +19,7 @@ from meshwright.checkpoint.training_state import gather_state
 from meshwright.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from meshwright.train.loop import TrainingLoop
+    from meshwright.training.loop import TrainingLoop
 
 Metrics = MutableMapping[str, float]
 
@@ -54,6 +54,8 @@ class Events(Hook):
         if not trainer.world.is_first:
             return
         folder = trainer.job.folder
+        if trainer.finished:
+            return
         folder.write_config(trainer.config)
         folder.forget_metrics_after(trainer.step)
         if not folder.tokenizer.exists():
@@ -70,13 +72,16 @@ class Events(Hook):
         )
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        if trainer.world.is_first:
+        if trainer.world.is_first and trainer.worked:
             kind = "finished" if trainer.finished else "stopped"
             trainer.job.folder.event(kind, step=trainer.step, reason=trainer.stop_reason)
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class StopOnSignal(Hook):
-    """The first SIGINT or SIGTERM stops the run after the step in hand and saves; the second ends it at once."""
+    """The first stop signal ends the run after the step in hand and saves; the second ends it at once."""
 
     def __init__(self) -> None:
         self.previous: dict[signal.Signals, Any] = {}
@@ -94,7 +99,7 @@ class StopOnSignal(Hook):
                 with suppress(OSError, ValueError):
                     os.write(sys.stderr.fileno(), b"\nstopping after this step and saving; again to stop at once\n")
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             try:
                 self.previous[number] = signal.signal(number, handle)
             except ValueError:  # Only a main thread may; a trainer in another thread is stopped through stop().
@@ -167,7 +172,8 @@ class SaveCheckpoints(Hook):
             print(f"meshwright: {error}; training goes on without it", file=sys.stderr)
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        save(trainer)
+        if trainer.worked:
+            save(trainer)
 
 
 def save(trainer: TrainingLoop) -> None:

@@ -57,11 +57,14 @@ class RunFolder:
 
     def hold(self, fresh: bool) -> TextIO:
         """Make the folder if need be, an old run moved aside if asked, and keep others out; gives the lock to keep."""
-        if fresh and self.holds_run:
-            with self._lock():
-                self.path.rename(self._aside())
-        self.path.mkdir(parents=True, exist_ok=True)
-        return self._lock()
+        try:
+            if fresh and self.holds_run:
+                with self._lock():
+                    self.path.resolve().rename(self._aside())
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self._lock()
+        except OSError as error:
+            raise CheckpointError(f"run.dir={self.path} cannot be written: {error.strerror}; choose another") from None
 
     def write_config(self, config: RunConfig) -> None:
         """Write the resolved configuration."""

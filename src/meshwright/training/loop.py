@@ -26,11 +26,11 @@ from meshwright.parallel.apply import apply
 from meshwright.parallel.data import replicate, reshard, synchronise
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World, pick_device
-from meshwright.train.hooks import Hook
-from meshwright.train.job import make_job
-from meshwright.train.loss import IGNORED, summed_cross_entropy
-from meshwright.train.optimizer import clip_gradients, make_optimizer
-from meshwright.train.schedule import learning_rate
+from meshwright.training.hooks import Hook
+from meshwright.training.job import make_job
+from meshwright.training.loss import IGNORED, summed_cross_entropy
+from meshwright.training.optimizer import clip_gradients, make_optimizer
+from meshwright.training.schedule import learning_rate
 
 
 class TrainingError(UserError):
@@ -69,6 +69,11 @@ class TrainingLoop:
     def finished(self) -> bool:
         """Whether all steps of the run are done."""
         return self.step >= self.config.train.steps
+
+    @property
+    def worked(self) -> bool:
+        """Whether this training has done a step."""
+        return self.step > (self.resumed_from.step if self.resumed_from else 0)
 
     def train(self) -> None:
         """Train to the end of the run, or until someone asks to stop."""

@@ -19,12 +19,12 @@ from meshwright.data.progress import shown_progress
 from meshwright.data.sampler import Sampler
 from meshwright.data.shards import Corpus
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, UserError, nearest
 from meshwright.models.hf_config import read_spec
 from meshwright.models.presets import preset
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import Experts, ModelSpec
 from meshwright.strategy import Strategy
-from meshwright.train.run_folder import RunFolder
+from meshwright.training.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,21 @@ def model_spec(config: RunConfig) -> ModelSpec:
     try:
         spec = ModelSpec.model_validate(_laid_over(base, section.spec))
     except ValidationError as errors:
-        lines = [f"model.spec.{'.'.join(map(str, e['loc']))}: {e['msg']}".replace(".:", ":") for e in errors.errors()]
-        raise ConfigError("\n  ".join(lines) + f"\n  model.spec has {', '.join(ModelSpec.model_fields)}") from None
+        raise ConfigError("\n  ".join(_shape_complaint(dict(error)) for error in errors.errors())) from None
     spec.check_buildable()
     return spec
+
+
+def _shape_complaint(error: dict[str, Any]) -> str:
+    """What is wrong with a setting of model.spec, and what is allowed."""
+    key = ".".join(["model.spec", *map(str, error["loc"])])
+    if error["type"] == "extra_forbidden":
+        known = list((Experts if "experts" in error["loc"][:-1] else ModelSpec).model_fields)
+        return f"unknown setting '{key}'{nearest(str(error['loc'][-1]), known)}; it has {', '.join(known)}"
+    if error["type"] == "missing":
+        return f"{key} is missing; give it, or start from a model.preset"
+    found = f" = {error['input']!r}" if error["loc"] else ""
+    return f"{key}{found}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +114,12 @@ def _laid_over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def batch_schedule(config: RunConfig) -> BatchSchedule:
     """The global batch of every step."""
     setting = config.train.batch_schedule
-    return BatchSchedule.parse(config.train.global_batch if setting is None else setting)
+    if setting is None:
+        return BatchSchedule.parse(config.train.global_batch)
+    try:
+        return BatchSchedule.parse(setting)
+    except UserError as error:
+        raise ConfigError(f"train.batch_schedule={setting!r}: {error}") from None
 
 
 def unprepared(data: DataSection) -> Path | None:
