@@ -172,7 +172,7 @@ def _rank(
     """The life of one rank."""
     # A group of its own: Ctrl-C in the terminal reaches the parent alone, which passes it on once.
     os.setpgrp()
-    threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(os.getppid(), Path(store).parent), daemon=True).start()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // size))
@@ -206,8 +206,9 @@ def _tell(report: Connection, error: BaseException) -> int:
     return 1 if code is None else code
 
 
-def _die_with_parent(parent: int) -> None:
-    """A rank whose parent was killed has nobody to report to: it must not train on alone."""
+def _die_with_parent(parent: int, meeting_place: Path) -> None:
+    """A rank whose parent was killed has nobody to report to, and must not train on alone nor leave files behind."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(meeting_place, ignore_errors=True)
     os._exit(1)
