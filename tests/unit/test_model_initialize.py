@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from meshwright.models.counter_random import key_of, normal, uniform
+from meshwright.models.counter_random import key_of, normal, random_bits
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import build, fill_normal
 from meshwright.models.presets import preset
@@ -77,9 +77,10 @@ def test_neighbouring_values_are_unrelated() -> None:
         assert abs(torch.corrcoef(torch.stack((values[:-lag], values[lag:])))[0, 1]) < 0.02
 
 
-def test_uniform_values_fill_the_unit_interval_evenly() -> None:
-    counts = torch.histc(uniform(key_of("u"), torch.arange(100_000)), bins=20, min=0, max=1)
-    assert counts.sum() == 100_000
+@pytest.mark.parametrize("lowest", [0, 30, 59])
+def test_random_bits_are_even_wherever_they_are_taken(lowest: int) -> None:
+    bits = random_bits(key_of("u"), torch.arange(160_000)) >> lowest
+    counts = torch.bincount(bits & 31, minlength=32).double()
     assert (counts - 5000).abs().max() < 5 * math.sqrt(5000)
 
 

@@ -27,11 +27,6 @@ def random_bits(key: int | Tensor, index: Tensor) -> Tensor:
     return _mix(index * _signed(_GOLDEN) + (_signed(key) if isinstance(key, int) else key))
 
 
-def uniform(key: int | Tensor, index: Tensor) -> Tensor:
-    """Float64 in [0, 1) for each index."""
-    return _logical_shift(random_bits(key, index), 11).double() * 2.0**-53
-
-
 def normal(key: int, index: Tensor) -> Tensor:
     """Float64 from the standard normal distribution for each index (Box-Muller on the two halves of the bits)."""
     bits = random_bits(key, index)
