@@ -71,6 +71,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert float((weight - found[name]).abs().max()) <= bound, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "strategy",
