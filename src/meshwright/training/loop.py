@@ -1,4 +1,4 @@
-"""The training loop: get a batch, step, tell the hooks. Features hook in and are not known here by name."""
+"""The training loop: get a batch, step, tell the hooks. What happens around the steps hooks in."""
 
 from __future__ import annotations
 
