@@ -116,8 +116,9 @@ class TrainSection(_Section):
     """AdamW's guard against division by zero."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 does not clip."""
-    precision: Literal["float32", "bf16", "float64"] = "float32"
-    """bf16 computes in bfloat16 and keeps weights, gradients and optimizer state in float32; float64 is for proofs."""
+    precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
+    """bf16 and fp16 compute in it and keep weights, gradients and optimizer state in float32; fp16 scales the loss;
+    float64 is for proofs."""
     deterministic: bool = False
     """Only algorithms that give the same bits on every run; slower on a GPU."""
     eval_every: int = free(0, ge=0)
@@ -138,9 +139,38 @@ class TrainSection(_Section):
         return self
 
 
+Dtype = Literal["float32", "bf16", "fp16", "float64"]
+
+
+class PrecisionSection(_Section):
+    param: Dtype | None = None
+    """Dtype in which the model reads its parameters and computes; None is that of train.precision."""
+    reduce: Dtype | None = None
+    """Dtype in which gradients are summed over ranks; None is that in which they are stored, float32."""
+    buffer: Dtype | None = None
+    """Dtype of state that is not trained, such as the bias that balances experts; None is float32."""
+    loss_scale: float | Literal["dynamic"] = "dynamic"
+    """fp16 only: the factor of the loss; dynamic halves it after overflows and doubles it when all goes well."""
+    initial_power: int = Field(default=16, ge=0, le=60)
+    """Dynamic loss scale: it starts at two to this power."""
+    window: int = Field(default=1000, gt=0)
+    """Dynamic loss scale: steps in a row without overflow after which it doubles."""
+    hysteresis: int = Field(default=2, gt=0)
+    """Dynamic loss scale: how many overflows are skipped before it is halved; counted anew after it doubles."""
+    minimum: float = Field(default=1.0, gt=0)
+    """Dynamic loss scale: its lowest value; an overflow there ends the run."""
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        if self.loss_scale != "dynamic" and self.loss_scale <= 0:
+            raise ValueError(f"precision.loss_scale={self.loss_scale:g} must be above zero, or 'dynamic'")
+        return self
+
+
 class ParallelSection(_Section):
     strategy: str = free("auto", min_length=1)
-    """How the work is split, such as dp=2 or zero=3 replicate=2; auto gives every process the whole model."""
+    """How the work is split, such as zero=3 tp=2; auto gives every process the whole model. Keys: dp, replicate,
+    shard, zero, tp, sp, recompute, offload, wrap; docs/strategies.md explains them."""
 
 
 class CheckpointSection(_Section):
@@ -175,6 +205,7 @@ class RunConfig(_Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    precision: PrecisionSection = PrecisionSection()
     parallel: ParallelSection = ParallelSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()

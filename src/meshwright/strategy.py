@@ -2,31 +2,69 @@
 
 The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degrees are filled in.
 
-    world     = dp x tp
-    dp        = replicate x shard: copies of the model, and ranks that share one copy
-    zero      = 0 nothing is sharded (shard=1), 1 optimizer state, 2 gradients too, 3 parameters too
+    world       = pp x dp x cp x tp
+    dp          = replicate x shard: copies of the model, and ranks that share one copy; auto takes what is left
+    zero        = 0 nothing is sharded (shard=1), 1 optimizer state, 2 gradients too, 3 parameters too
+    tp, sp      = ranks that split every matrix; sp=on (the default with tp) splits the tokens between matrices too
+    pp          = stages of layers; schedule=1f1b
+    cp          = ranks that split every sequence; cp_method=ring
+    ep          = ranks that split the experts; divides dp
+    recompute   = none, full, selective, first:N; activations that the backward pass computes again
+    offload     = none, optimizer, parameters; what lives in host memory
+    wrap        = block, size:N, name:A+B; what is gathered together with zero=2 and 3
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from meshwright.models.spec import ModelSpec
+
 AUTO = "auto"
+DEGREES = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep")
+SCHEDULES = ("gpipe", "1f1b", "interleaved:N", "zero-bubble", "zbv")
+CP_METHODS = ("ring", "ulysses")
+RECOMPUTE = ("none", "full", "selective", "first:N")
+OFFLOAD = ("none", "optimizer", "parameters")
+WRAP = ("block", "size:N", "name:A+B")
+KEYS = (*DEGREES, "zero", "sp", "schedule", "cp_method", "recompute", "offload", "wrap")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
     """How the work of a step is split. `parse` fills it in consistently; `check` says what a model cannot take."""
 
+    pp: int = 1
+    """Stages of layers, one after the other."""
     replicate: int = 1
     """Copies of the model."""
     shard: int = 1
     """Ranks that share the state of one copy."""
+    cp: int = 1
+    """Ranks that split every sequence."""
+    tp: int = 1
+    """Ranks that split every matrix."""
+    ep: int = 1
+    """Data-parallel ranks that split the experts among them."""
     zero: int = 0
-    """What is sharded over them: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    """What is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
+    sp: bool = False
+    """Whether tensor-parallel ranks split the tokens between the matrices."""
+    schedule: str = "1f1b"
+    """The order of micro-batches in a pipeline."""
+    cp_method: str = "ring"
+    """How split sequences attend to each other."""
+    recompute: str = "none"
+    """Which activations are computed again in the backward pass: none, full, selective, first:N (layers)."""
+    offload: str = "none"
+    """What lives in host memory: none, optimizer (its state), parameters (and the optimizer's state)."""
+    wrap: str = "block"
+    """What is gathered together under zero=2 and 3: block, size:N (at least N parameters), name:A+B (modules)."""
 
     @property
     def dp(self) -> int:
@@ -36,54 +74,115 @@ class Strategy:
     @property
     def world(self) -> int:
         """How many processes it takes."""
-        return self.dp
+        return self.pp * self.dp * self.cp * self.tp
 
     @classmethod
     def parse(cls, text: str, world: int) -> Strategy:
         """The strategy of a short form for that many processes; `auto` and left-out degrees are filled in."""
-        words = _words(text)
-        given = {key: _degree(text, key, value) for key, value in words.items() if value != AUTO}
+        words = {key: value for key, value in _words(text).items() if value != AUTO}
+        given = {key: _number(text, key, words[key]) for key in (*DEGREES, "zero") if key in words}
         zero = given.get("zero", 0)
         if zero > 3:
             raise _refuse(text, f"zero={zero} is not a stage; stages are 0, 1, 2 and 3")
-        dp = given.get("dp", world)
-        if zero == 0:
-            if given.get("shard", 1) > 1:
-                raise _refuse(text, f"shard={given['shard']} needs something to shard; add zero=1, 2 or 3")
-            replicate, shard = given.get("replicate", dp), 1
-        elif "replicate" in given:
-            replicate, shard = given["replicate"], given.get("shard", dp // max(1, given["replicate"]))
-        else:
-            shard = given.get("shard", dp)
-            replicate = dp // max(1, shard)
-        strategy = cls(replicate, shard, zero)
-        if "dp" in given and strategy.dp != dp:
-            raise _refuse(text, f"dp={dp} is not replicate={replicate} x shard={shard}; leave one of the three out")
+        tp, pp, cp = (given.get(key, 1) for key in ("tp", "pp", "cp"))
+        dp = given.get("dp", _left_for_data(text, world, given))
+        replicate, shard = _copies(text, given, zero, dp)
+        sp = words.get("sp", "on" if tp > 1 else "off")
+        if sp not in ("on", "off"):
+            raise _refuse(text, f"sp={sp} is neither on nor off")
+        if sp == "on" and tp == 1:
+            raise _refuse(text, "sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it")
+        strategy = cls(
+            pp=pp,
+            replicate=replicate,
+            shard=shard,
+            cp=cp,
+            tp=tp,
+            ep=given.get("ep", 1),
+            zero=zero,
+            sp=sp == "on",
+            schedule=_choice(text, words, "schedule", SCHEDULES),
+            cp_method=_choice(text, words, "cp_method", CP_METHODS),
+            recompute=_choice(text, words, "recompute", RECOMPUTE),
+            offload=_choice(text, words, "offload", OFFLOAD),
+            wrap=_choice(text, words, "wrap", WRAP),
+        )
         if strategy.world != world:
             raise _refuse(
                 text,
                 f"it needs {strategy.world} processes and there are {world}; "
-                f"start with --nproc {strategy.world} or set parallel.strategy=auto",
+                f"start with --nproc {strategy.world} or leave dp out",
             )
+        if strategy.dp % strategy.ep:
+            raise _refuse(text, f"ep={strategy.ep} must divide dp={dp}; ep can be {_list(_divisors(dp))}")
+        if strategy.wrap != "block" and zero < 2:
+            raise _refuse(text, f"wrap={strategy.wrap} says what is gathered together; add zero=2 or 3, or drop it")
         return strategy
 
     @classmethod
     def processes(cls, text: str) -> int | None:
         """How many processes a short form asks for; None when it leaves that open."""
         words = {key: int(value) for key, value in _words(text).items() if value.isdecimal()}
+        others = words.get("tp", 1) * words.get("pp", 1) * words.get("cp", 1)
         if "dp" in words:
-            return words["dp"]
+            return words["dp"] * others
         if "replicate" in words and ("shard" in words or not words.get("zero")):
-            return words["replicate"] * words.get("shard", 1)
+            return words["replicate"] * words.get("shard", 1) * others
         return None
 
     def __str__(self) -> str:
+        default = Strategy()
         parts = [f"dp={self.dp}"]
         if self.zero:
             parts.append(f"zero={self.zero}")
             if self.replicate > 1:
                 parts.append(f"replicate={self.replicate}")
+        parts += [f"{key}={getattr(self, key)}" for key in ("tp", "pp", "cp", "ep") if getattr(self, key) > 1]
+        if self.tp > 1 and not self.sp:
+            parts.append("sp=off")
+        parts += [
+            f"{key}={getattr(self, key)}"
+            for key in ("schedule", "cp_method", "recompute", "offload", "wrap")
+            if getattr(self, key) != getattr(default, key)
+        ]
         return " ".join(parts)
+
+    def check(self, model: ModelSpec, world: int, sequence_length: int | None = None) -> None:
+        """Raise a ConfigError unless that model can be trained so on that many processes."""
+        for key in ("pp", "cp", "ep"):
+            if getattr(self, key) > 1:
+                raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
+        if self.world != world:
+            raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
+        self._check_tensor(model, sequence_length)
+        kind, _, count = self.recompute.partition(":")
+        if kind == "first" and int(count) > model.num_hidden_layers:
+            layers = model.num_hidden_layers
+            raise _refuse(str(self), f"recompute=first:{count} of {layers} layers; use first:{layers} or full")
+
+    def _check_tensor(self, model: ModelSpec, sequence_length: int | None) -> None:
+        """Heads are dealt out whole; key-value heads may be held by several ranks; tokens are dealt out evenly."""
+        if self.tp == 1:
+            return
+        heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+        legal = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+        if self.tp not in legal:
+            raise _refuse(
+                str(self),
+                f"tp={self.tp} cannot deal out {heads} attention heads and {kv_heads} key-value heads; "
+                f"tp can be {_list(legal)}",
+            )
+        for name, size in (("vocab_size", model.vocab_size), ("intermediate_size", model.intermediate_size)):
+            if size < self.tp:
+                raise _refuse(str(self), f"tp={self.tp} is more than the model's {name}={size}")
+        if self.sp and sequence_length is not None and sequence_length % self.tp:
+            below = sequence_length // self.tp * self.tp
+            legal_lengths = f"{below} or {below + self.tp}" if below else str(self.tp)
+            raise _refuse(
+                str(self),
+                f"data.sequence_length={sequence_length} is not divisible by tp={self.tp}; "
+                f"use {legal_lengths}, or sp=off",
+            )
 
     def micro_steps(self, batch: int, micro_batch: int | None) -> int:
         """Forward passes per optimizer step on each rank for a global batch; refuses one that does not divide."""
@@ -96,7 +195,40 @@ class Strategy:
         return batch // unit if micro_batch else 1
 
 
-KEYS = ("dp", *(field.name for field in fields(Strategy)))
+def _left_for_data(text: str, world: int, given: Mapping[str, int]) -> int:
+    """The data-parallel degree that fills the world; refuses other degrees that do not divide it."""
+    left = world
+    for key in ("tp", "cp", "pp"):
+        degree = given.get(key, 1)
+        if "dp" not in given and left % degree:
+            before = "" if left == world else f" (what the other degrees leave of {world})"
+            raise _refuse(
+                text,
+                f"{key}={degree} does not divide {left} processes{before}; {key} can be {_list(_divisors(left))}",
+            )
+        left //= degree
+    return left
+
+
+def _copies(text: str, given: Mapping[str, int], zero: int, dp: int) -> tuple[int, int]:
+    """(replicate, shard) of a data-parallel degree."""
+    if zero == 0:
+        if given.get("shard", 1) > 1:
+            raise _refuse(text, f"shard={given['shard']} needs something to shard; add zero=1, 2 or 3")
+        replicate, shard = given.get("replicate", dp), 1
+    elif "replicate" in given:
+        replicate, shard = given["replicate"], given.get("shard", dp // given["replicate"])
+    else:
+        shard = given.get("shard", dp)
+        replicate = dp // shard
+    if replicate * shard != dp:
+        if "dp" in given and {"replicate", "shard"} <= given.keys():
+            raise _refuse(text, f"dp={dp} is not replicate={replicate} x shard={shard}; leave one of the three out")
+        key = "replicate" if "replicate" in given else "shard"
+        found = f"dp={dp}" if "dp" in given else f"{dp} data-parallel processes"
+        legal = [dp] if zero == 0 else _divisors(dp)
+        raise _refuse(text, f"{key}={given[key]} does not fit {found}; {key} can be {_list(legal)}")
+    return replicate, shard
 
 
 def _words(text: str) -> Mapping[str, str]:
@@ -107,19 +239,43 @@ def _words(text: str) -> Mapping[str, str]:
         if word == AUTO:
             continue
         if key not in KEYS:
-            known = ", ".join(f"{name}=N" for name in KEYS)
-            raise _refuse(text, f"unknown key '{key}'{nearest(key, KEYS)}; write auto, or {known}")
+            known = ", ".join(KEYS)
+            raise _refuse(text, f"unknown key '{key}'{nearest(key, KEYS)}; write auto, or KEY=VALUE with {known}")
         if key in words:
             raise _refuse(text, f"{key} is given twice")
         words[key] = value
     return words
 
 
-def _degree(text: str, key: str, value: str) -> int:
+def _number(text: str, key: str, value: str) -> int:
     lowest = 0 if key == "zero" else 1
     if not value.isdecimal() or int(value) < lowest:
         raise _refuse(text, f"{key} needs a whole number from {lowest}, not '{value}'")
     return int(value)
+
+
+def _choice(text: str, words: Mapping[str, str], key: str, choices: tuple[str, ...]) -> str:
+    """The value of a key that takes one of some words; a choice that ends in `:N` takes a number after it."""
+    default = str(getattr(Strategy, key))
+    value = words.get(key, default)
+    kind, colon, rest = value.partition(":")
+    for choice in choices:
+        name, needs, form = choice.partition(":")
+        if name == kind and bool(needs) == bool(colon):
+            if form == "N" and not (rest.isdecimal() and int(rest) > 0):
+                break
+            if form == "A+B" and not all(rest.split("+")):
+                break
+            return value
+    raise _refuse(text, f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _refuse(text: str, reason: str) -> ConfigError:

@@ -2,11 +2,74 @@
 
 from __future__ import annotations
 
-from torch.distributed.tensor import DTensor
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "flatten",
+    "is_shard",
+    "local_shape_and_offset",
+    "parameters_of",
+    "reduce_scatter",
+    "replicate",
+    "shard_within",
+]
 
 
 def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of this rank's part of a split tensor, and where it starts in the whole."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(shape), tuple(offset)
+
+
+def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """One axis made of several neighbouring ones; the mesh knows it by that name from then on."""
+    return mesh[axes]._flatten(name)
+
+
+def shard_within(dim: int, factor: int) -> Placement:
+    """The placement of a part that is cut out of a part: the dimension was cut into `factor` parts before."""
+    return _StridedShard(dim, split_factor=factor) if factor > 1 else Shard(dim)
+
+
+def is_shard(placement: Placement) -> bool:
+    """Whether a placement cuts a tensor, in whichever order."""
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters that a module itself stores, whatever reading them by name gives."""
+    return module._parameters
+
+
+# The functional collectives: they give new tensors, so that recomputation may keep their results and compilers may
+# see through them. Their results are waited for here.
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks of a group."""
+    return _wait(functional.all_reduce(x, "sum", group))
+
+
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors after one another."""
+    return _wait(functional.all_gather_tensor(x.contiguous(), dim, group))
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum over the ranks."""
+    return _wait(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+
+
+def _wait(x: Any) -> Tensor:
+    return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x

@@ -14,9 +14,8 @@ from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.load import load_tensors
 from meshwright.errors import CheckpointError
 from meshwright.models.parts import part_like, whole
-from meshwright.parallel.zero1 import ShardedOptimizer
-
-AnyOptimizer = torch.optim.Optimizer | ShardedOptimizer
+from meshwright.parallel.local_optimizer import LocalOptimizer
+from meshwright.parallel.parallelize import AnyOptimizer
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -32,7 +31,7 @@ def gather_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, dict[st
     moments = {
         f"optimizer.{kind}.{name}": value
         for name, parameter in model.named_parameters()
-        for kind, value in optimizer.state.get(_held(optimizer, parameter), {}).items()
+        for kind, value in _state_of(optimizer, parameter).items()
     }
     return {"model.safetensors": _on_cpu(weights), "optimizer.safetensors": _on_cpu(moments)}
 
@@ -58,16 +57,20 @@ def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, m
         _, kind, parameter_name = name.split(".", 2)
         if parameter_name not in parameters:
             raise CheckpointError(f"{folder} has optimizer state of {parameter_name}, which the model does not have")
-        parameter = _held(optimizer, parameters[parameter_name])
+        parameter = parameters[parameter_name]
         if value.ndim and value.shape != parameter.shape:
             raise CheckpointError(f"{name} is {tuple(value.shape)} and its parameter {tuple(parameter.shape)}")
-        # The count of steps is no part of the parameter; a fused AdamW keeps it where the moments are.
-        optimizer.state[parameter][kind] = part_like(value, parameter) if value.ndim else value.to(parameter.device)
+        if isinstance(optimizer, LocalOptimizer):
+            optimizer.load_state(parameter, kind, value)
+        else:
+            # A fused optimizer keeps the count of steps where the moments are.
+            optimizer.state[parameter][kind] = value.to(parameter.device)
 
 
-def _held(optimizer: AnyOptimizer, parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter under which an optimizer keeps the state of a model's parameter."""
-    return optimizer.rows_of(parameter) if isinstance(optimizer, ShardedOptimizer) else parameter
+def _state_of(optimizer: AnyOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    if isinstance(optimizer, LocalOptimizer):
+        return optimizer.state_of(parameter)
+    return dict(optimizer.state.get(parameter, {}))
 
 
 def _copy(target: Tensor, value: Tensor, name: str) -> None:

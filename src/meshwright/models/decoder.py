@@ -16,6 +16,31 @@ from meshwright.models.mixture import Mixture
 from meshwright.models.rope import angles
 from meshwright.models.spec import ModelSpec
 
+TENSOR_PLAN = {
+    "model.embed_tokens": "vocabulary",
+    "model.embed_positions": "lookup",
+    "model.embedding_dropout": "dropout",
+    "model.layers.*.input_layernorm": "tokens",
+    "model.layers.*.self_attn": "region",
+    "model.layers.*.self_attn.q_proj": "column",
+    "model.layers.*.self_attn.k_proj": "heads:{spec.num_key_value_heads}",
+    "model.layers.*.self_attn.v_proj": "heads:{spec.num_key_value_heads}",
+    "model.layers.*.self_attn.o_proj": "row",
+    "model.layers.*.self_attn.?_norm": "shared",
+    "model.layers.*.attention_dropout": "dropout",
+    "model.layers.*.post_attention_layernorm": "tokens",
+    "model.layers.*.mlp": "region",
+    "model.layers.*.mlp.gate": "shared",
+    "model.layers.*.mlp.experts": "experts",
+    "model.layers.*.mlp*.gate_proj": "column",
+    "model.layers.*.mlp*.up_proj": "column",
+    "model.layers.*.mlp*.down_proj": "row",
+    "model.layers.*.mlp_dropout": "dropout",
+    "model.norm": "tokens",
+    "lm_head": "head",
+}
+"""How tensor parallel splits each module; `parallel/tensor.py` says what the words mean."""
+
 
 class Dropout(nn.Module):
     """Dropout whose mask is a function of (seed, sample, position, site, channel), however a batch is split."""
@@ -108,7 +133,13 @@ class Decoder(nn.Module):
     def tie(self) -> None:
         """Let the head use the embedding's weight, if the spec says so; `to_empty` of a meta model undoes it."""
         if self.spec.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            (weight,) = self.model.embed_tokens.parameters()
+            self.lm_head.weight = weight
+
+    @property
+    def tensor_plan(self) -> dict[str, str]:
+        """How tensor parallel splits each module of this shape."""
+        return {module: rule.format(spec=self.spec) for module, rule in TENSOR_PLAN.items()}
 
     def forward(
         self,

@@ -73,9 +73,12 @@ class Mixture(nn.Module):
         # A whole number stays exact in a bfloat16 model, where counts above 256 would not.
         load = torch.zeros(spec.experts.num_experts, dtype=torch.int64)
         self.register_buffer("expert_load", load, persistent=False)
-        # Set from outside: the ranks whose tokens count as one batch, and the share of this micro-step in the step.
+        # Set from outside: the ranks whose tokens count as one batch, the share of this micro-step in the step, how
+        # many ranks route the same tokens, and whether this forward pass is one that was counted before.
         self.data_group: dist.ProcessGroup | None = None
         self.auxiliary_scale = 1.0
+        self.copies = 1
+        self.repeating = False
         self.auxiliary_loss: Tensor | None = None
 
     def forward(self, x_BTC: Tensor) -> Tensor:
@@ -104,7 +107,8 @@ class Mixture(nn.Module):
     def _balance(self, y_NC: Tensor, probabilities_NE: Tensor, counts_E: Tensor) -> Tensor:
         """Count the load of this step and attach the balancing loss to the output."""
         load_E = counts_E
-        self.expert_load += load_E
+        if not self.repeating:
+            self.expert_load += load_E
         if not self.facts.router_aux_loss_coef:
             return y_NC
         tokens = probabilities_NE.shape[0]
@@ -118,7 +122,7 @@ class Mixture(nn.Module):
         share_E = load_E.to(mean_E.dtype) / (tokens * self.facts.num_experts_per_tok)
         loss = self.facts.num_experts * (share_E * mean_E).sum()
         self.auxiliary_loss = loss.detach()
-        return _AttachLoss.apply(y_NC, loss * (self.facts.router_aux_loss_coef * self.auxiliary_scale))
+        return _AttachLoss.apply(y_NC, loss * (self.facts.router_aux_loss_coef * self.auxiliary_scale / self.copies))
 
 
 class _AttachLoss(torch.autograd.Function):

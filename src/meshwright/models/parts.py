@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.torch_private import local_shape_and_offset
 
@@ -28,7 +28,14 @@ def box_of(tensor: Tensor) -> Box:
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; where it is split, all ranks must ask for it together."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # Axis by axis, the outermost first: what it cuts was cut by the inner ones before.
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
 
 
 def part_like(value: Tensor, target: Tensor) -> Tensor:
@@ -36,4 +43,13 @@ def part_like(value: Tensor, target: Tensor) -> Tensor:
     value = value.to(target.device)
     if not isinstance(target, DTensor):
         return value
-    return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    size, offset = local_shape_and_offset(target)
+    part = value[tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))]
+    return DTensor.from_local(
+        part.contiguous(),
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=target.shape,
+        stride=target.stride(),
+    )

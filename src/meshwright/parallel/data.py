@@ -1,70 +1,138 @@
-"""Data parallel: every rank works on its share of the batch, and gradients are summed.
+"""Data parallel: every rank works on its share of the batch, and gradients are summed or averaged.
 
-Summed, not averaged: the loss is already divided by the global count of tokens, so the sum over ranks is the gradient
-of the whole batch, however it is split.
-
-- zero=0, 1: each rank holds all parameters and gradients, which travel in buckets while the backward pass runs (DDP);
-  with 1 the optimizer state lives in shards (`zero1.py`).
+- zero=0, 1: each rank holds all parameters and gradients, which travel in buckets while the backward pass runs: by DDP,
+  or, where matrices are split too, by FSDP2's `replicate`. They travel once a step, with the last micro-step. With
+  zero=1 the optimizer state lives in shards (`local_optimizer.py`).
 - zero=2, 3: optimizer state and gradients live in shards; with 3 parameters do too, gathered block by block when they
-  are used (FSDP2). With `replicate` the shards exist several times, and gradients are summed over the copies as well.
+  are used (FSDP2). Gradients are scattered after every micro-step, so that they never exist whole; with `replicate`
+  the shards exist several times, and are summed over the copies once a step. With 2 parameters stay gathered from the
+  first forward pass of a step to its last backward pass.
 """
 
 # No `from __future__ import annotations` here: torch reads the communication hook's annotations as types.
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.models.decoder import Decoder
+from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket
 from meshwright.strategy import Strategy
+from meshwright.torch_private import replicate as replicate_composable
+
+Reduction = Literal["mean", "sum"]
 
 
-def replicate(model: Decoder, strategy: Strategy, mesh: DeviceMesh | None) -> nn.Module:
-    """The module to call for a training step: where parameters are whole, one that sums their gradients."""
-    if mesh is None or strategy.zero >= 2:
-        return model
-    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
-    replica.register_comm_hook(None, _sum)
-    return replica
-
-
-def _sum(_: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def apply(model: Decoder, strategy: Strategy, mesh: DeviceMesh) -> None:
-    """Shard block by block; what is outside of the blocks goes with the root, so that tied weights stay one."""
-    if strategy.zero < 2:
+def apply(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    strategy: Strategy,
+    mesh: DeviceMesh,
+    precision: Precision,
+    reduction: Reduction,
+) -> None:
+    """Shard or replicate unit by unit; what is outside of the units goes with the root."""
+    if strategy.dp == 1 or _is_ddp(strategy):
         return
-    over = mesh if strategy.replicate > 1 else mesh["shard"]
-    for block in model.model.layers.values():
-        fully_shard(block, mesh=over, reshard_after_forward=strategy.zero == 3)
-    fully_shard(model, mesh=over, reshard_after_forward=False)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.param if precision.mixed else None,
+        reduce_dtype=precision.reduce if precision.mixed or precision.reduce != precision.stored else None,
+        cast_forward_inputs=False,
+    )
+    split: Callable[[nn.Module, bool], object]
+    if strategy.zero < 2:
+        split = lambda module, root: replicate_composable(module, mesh=mesh["data"], mp_policy=policy)  # noqa: E731
+    else:
+        over = mesh["replicate", "shard"] if strategy.replicate > 1 else mesh["shard"]
+        offload = OffloadPolicy()
+        if strategy.offload == "parameters":
+            offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        split = lambda module, root: fully_shard(  # noqa: E731
+            module,
+            mesh=over,
+            reshard_after_forward=strategy.zero == 3 and not root,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+    for unit in units:
+        split(unit, False)
+    split(model, True)
+    if reduction == "sum":
+        for module in fsdp_modules(model):
             module.set_gradient_divide_factor(1.0)
             # A divided sum is an operation of its own that gloo does not have; a plain sum is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
 
 
-def synchronise(replica: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """The context of a forward and backward pass: gradients travel now, or are kept for a later pass to take along."""
+def wrap_ddp(
+    model: nn.Module, strategy: Strategy, mesh: DeviceMesh, precision: Precision, reduction: Reduction
+) -> nn.Module:
+    """The module to call for a training step: where parameters are whole, one that reduces their gradients."""
+    if strategy.dp == 1 or not _is_ddp(strategy):
+        return model
+    group = mesh.get_group("data")
+    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
+    scale = 1.0 if reduction == "sum" else 1.0 / strategy.dp
+    replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)
+    return replica
+
+
+def _is_ddp(strategy: Strategy) -> bool:
+    return strategy.zero < 2 and strategy.tp == 1
+
+
+@dataclass
+class _Reduce:
+    """How a bucket of gradients is reduced: by whom, in which dtype, divided by how many."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    scale: float
+
+
+def _reduce(how: _Reduce, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    held = bucket.buffer()
+    sent = held.to(how.dtype)
+    if how.scale != 1.0:
+        sent = sent.mul_(how.scale)
+    work = dist.all_reduce(sent, group=how.group, async_op=True)
+    return work.get_future().then(lambda future: held.copy_(future.value()[0]))
+
+
+def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> AbstractContextManager[None]:
+    """The context of a forward and backward pass: the last one of a step (now), or one before it."""
     if isinstance(replica, DistributedDataParallel):
         return nullcontext() if now else replica.no_sync()
-    if isinstance(replica, FSDPModule):
-        replica.set_requires_gradient_sync(now)
-        replica.set_is_last_backward(now)
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(now)
+        if zero < 2:
+            model.set_requires_gradient_sync(now)
+        else:
+            model.set_requires_all_reduce(now)
+        if zero == 2:
+            model.set_reshard_after_backward(now)
     return nullcontext()
 
 
 def reshard(model: nn.Module) -> None:
     """Put gathered weights back into shards: a forward pass without a backward one leaves them gathered."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules whose parameters are gathered and reduced together."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

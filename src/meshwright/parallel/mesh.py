@@ -1,7 +1,11 @@
 """The mesh: from a strategy and the order of ranks to a DeviceMesh with named axes. Passed around, never global.
 
-Axes, outermost first: replicate, shard. Ranks that differ only in the last axis are neighbours, so that the heaviest
-traffic stays on the fastest links.
+Axes, outermost first: pp, replicate, shard, cp, tp. Ranks that differ only in the last axis are neighbours, so that
+the heaviest traffic stays on the fastest links. Axes made of others:
+
+    data    replicate x shard: ranks that work on different samples
+    loss    replicate x shard x cp: ranks that hold different tokens of one step
+    ep      the innermost ranks of `data` that split the experts among them; its own mesh, see `expert_mesh`
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategy import Strategy
+from meshwright.torch_private import flatten
 
-AXES = ("replicate", "shard")
+AXES = ("pp", "replicate", "shard", "cp", "tp")
 
 
 def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | None = None) -> DeviceMesh:
@@ -22,4 +27,17 @@ def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | N
     if sorted(order) != list(range(strategy.world)):
         raise ValueError(f"placement {order} is not an order of the {strategy.world} ranks")
     shape = [getattr(strategy, axis) for axis in AXES]
-    return DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=AXES)
+    mesh = DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=AXES)
+    flatten(mesh, ("replicate", "shard"), "data")
+    flatten(mesh, ("replicate", "shard", "cp"), "loss")
+    return mesh
+
+
+def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """The mesh seen by experts, axes pp, expert_data, ep, cp, tp: `ep` splits them, `expert_data` has their copies."""
+    ranks = mesh.mesh.flatten(1, 2)
+    return DeviceMesh(
+        mesh.device_type,
+        ranks.unflatten(1, (ranks.shape[1] // ep, ep)),
+        mesh_dim_names=("pp", "expert_data", "ep", "cp", "tp"),
+    )

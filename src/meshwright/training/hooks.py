@@ -182,7 +182,7 @@ def save(trainer: TrainingLoop) -> None:
     files = gather_state(trainer.model, trainer.optimizer)
     if not trainer.world.is_first:
         return
-    state: dict[str, Any] = {}
+    state = trainer.loss_scale.state()
     for hook in trainer.hooks:
         state |= hook.state()
     manifest = Manifest(

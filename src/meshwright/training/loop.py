@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +18,19 @@ from meshwright.checkpoint.training_state import restore_model, restore_optimize
 from meshwright.config import RunConfig
 from meshwright.data.prefetch import Prefetcher
 from meshwright.errors import CheckpointError, UserError
-from meshwright.models.decoder import Decoder
 from meshwright.models.hf import fill_from_hf
 from meshwright.models.initialize import build_meta, initialize, materialise
 from meshwright.models.mixture import finish_step, mixtures
-from meshwright.parallel.apply import apply
-from meshwright.parallel.data import replicate, reshard, synchronise
 from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.norm import clip_grad_norm_
+from meshwright.parallel.parallelize import Parallel, parallelize
 from meshwright.parallel.world import World, pick_device
 from meshwright.training.hooks import Hook
 from meshwright.training.job import make_job
 from meshwright.training.loss import IGNORED, summed_cross_entropy
-from meshwright.training.optimizer import clip_gradients, make_optimizer
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import make_optimizer
+from meshwright.training.precision import precision_of
 from meshwright.training.schedule import learning_rate
 
 
@@ -56,12 +57,13 @@ class TrainingLoop:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(self.config.train.deterministic)
-        strategy = self.job.strategy
-        self.mesh = make_mesh(strategy, self.world.device.type) if self.world.size > 1 else None
-        self.model = self._make_model()
-        self.replica = replicate(self.model, strategy, self.mesh)
-        state_axis = self.mesh["shard"] if self.mesh is not None and strategy.zero == 1 else None
-        self.optimizer = make_optimizer(self.model, self.config.train, state_axis)
+        self.mesh = make_mesh(self.job.strategy, self.world.device.type) if self.world.size > 1 else None
+        self.data_rank = self.mesh.get_local_rank("data") if self.mesh is not None else 0
+        self.precision = precision_of(config)
+        self.loss_scale = LossScale(config.precision, self.precision.param == torch.float16)
+        self.model = build_meta(self.job.spec, self.precision.stored)
+        self.parallel = self._make_parallel()
+        self.optimizer = make_optimizer(self.parallel, self.config.train)
         self.hooks = list(hooks)
         self.resumed_from = self._resume()
 
@@ -102,29 +104,33 @@ class TrainingLoop:
         """One optimizer step on this rank's share of the global batch."""
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        valid = self.world.sum((targets != IGNORED).sum())
+        valid = self._sum((targets != IGNORED).sum())
         losses = []
         for mixture in mixtures(self.model):
-            mixture.auxiliary_scale = 1 / len(tokens)
+            mixture.auxiliary_scale = self.loss_scale.value / len(tokens)
         for index in range(len(tokens)):
-            with synchronise(self.replica, now=index == len(tokens) - 1):
-                with self.precision():
-                    logits = self.replica(inputs[index], samples_B=samples[index])
-                    loss = summed_cross_entropy(logits, targets[index]) / valid
-                loss.backward()
+            with self.parallel.micro_step(last=index == len(tokens) - 1):
+                logits = self.parallel(inputs[index], samples_B=samples[index])
+                loss = summed_cross_entropy(logits, targets[index]) / valid
+                (loss * self.loss_scale.value).backward()
             losses.append(loss.detach())
-        norm = clip_gradients(self.model.parameters(), self.config.train.grad_clip)
+        norm = clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip, scale=self.loss_scale.value)
         rate = learning_rate(self.config.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
+        scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
+        taken = self.loss_scale.accept(norm)
+        if taken:
+            self.optimizer.step()
         self.optimizer.zero_grad()
         finish_step(self.model)
         mean_loss = self._agree(torch.stack(losses).sum())
         metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate, "tokens": int(valid)}
-        if not (math.isfinite(mean_loss) and math.isfinite(metrics["grad_norm"])):
-            raise TrainingError(self._explain_divergence(metrics))
-        return metrics
+        if not all(map(math.isfinite, metrics.values())):
+            if taken or exhausted:
+                raise TrainingError(self._explain_divergence(metrics))
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return metrics | ({"loss_scale": scale, "skipped": int(not taken)} if self.loss_scale.active else {})
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -134,28 +140,21 @@ class TrainingLoop:
             return None
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        size = self.config.train.micro_batch or max(1, self.job.batches.batch(self.step) // self.world.size)
-        for round_start in range(0, count, self.world.size * size):
+        size = self.config.train.micro_batch or max(1, self.job.batches.batch(self.step) // self.job.strategy.dp)
+        for round_start in range(0, count, self.job.strategy.dp * size):
             # Every rank takes part in every round, since sharded weights are gathered together; one that has no
             # sequences left computes the first one again and does not count it.
-            start = round_start + self.world.rank * size
+            start = round_start + self.data_rank * size
             mine = min(size, max(0, count - start))
             rows = self.job.sampler.validation_rows(start if mine else 0, mine or 1)
             tokens = torch.from_numpy(rows).to(self.world.device)
-            with self.precision():
-                loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+            loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
             if mine:
                 total += torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
         self.model.train()
-        reshard(self.model)
-        loss_sum, valid = self.world.sum(total).tolist()
+        self.parallel.reshard()
+        loss_sum, valid = self._sum(total).tolist()
         return loss_sum / valid
-
-    def precision(self) -> AbstractContextManager[None]:
-        """The context in which the model computes."""
-        if self.config.train.precision == "bf16":
-            return torch.autocast(self.world.device.type, torch.bfloat16)
-        return nullcontext()
 
     def make_batch(self, step: int) -> dict[str, np.ndarray]:
         """This rank's part of a step: tokens (micro-steps, samples, tokens + 1) and the samples' global numbers.
@@ -164,9 +163,9 @@ class TrainingLoop:
         """
         size = self.job.batches.batch(step)
         micro_steps = self.job.strategy.micro_steps(size, self.config.train.micro_batch)
-        share = size // micro_steps // self.world.size
-        first = self.job.batches.position(step) + self.world.rank * share
-        starts = [first + index * share * self.world.size for index in range(micro_steps)]
+        share = size // micro_steps // self.job.strategy.dp
+        first = self.job.batches.position(step) + self.data_rank * share
+        starts = [first + index * share * self.job.strategy.dp for index in range(micro_steps)]
         return {
             "tokens": np.stack([self.job.sampler.rows(start, share) for start in starts]),
             "samples": np.stack([np.arange(start, start + share) for start in starts]),
@@ -179,9 +178,7 @@ class TrainingLoop:
 
     def _agree(self, loss: Tensor) -> float:
         """The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop."""
-        both = self.world.sum(
-            torch.stack((loss.double(), loss.new_tensor(float(self.stop_reason is not None)).double()))
-        )
+        both = self._sum(torch.stack((loss.double(), loss.new_tensor(float(self.stop_reason is not None)).double())))
         total, requests = both.tolist()
         if requests:
             self.stop("another rank was asked to stop", everywhere=True)
@@ -191,18 +188,25 @@ class TrainingLoop:
         pin = self.world.device.type == "cuda"
         return Prefetcher(self.make_batch, self.step, self.config.train.steps, depth=self.config.data.prefetch, pin=pin)
 
-    def _make_model(self) -> Decoder:
-        dtype = torch.float64 if self.config.train.precision == "float64" else torch.float32
-        # Split before it has memory: no rank holds more of the model than its part.
-        model = build_meta(self.job.spec, dtype)
-        apply(model, self.job.strategy, self.mesh)
-        materialise(model, self.world.device)
+    def _sum(self, values: Tensor) -> Tensor:
+        """The sum over all tokens of the ranks, in place: what several ranks hold of the same tokens counts once."""
+        total = self.world.sum(values)
+        copies = self.world.size // self.job.strategy.dp
+        return (
+            total if copies == 1 else total.div_(copies, rounding_mode=None if total.is_floating_point() else "floor")
+        )
+
+    def _make_parallel(self) -> Parallel:
+        """Split the model before it has memory, so that no rank holds more of it than its part; then fill it."""
+        parallel = parallelize(self.model, self.job.strategy, self.mesh, precision=self.precision, reduction="sum")
+        materialise(self.model, self.world.device)
         if self.config.model.from_hf:
-            fill_from_hf(model, self.config.model.from_hf)
+            fill_from_hf(self.model, self.config.model.from_hf)
         else:
-            initialize(model, self.job.spec, self.config.run.seed)
-        model.dropout_seed = self.config.run.seed
-        return model.train()
+            initialize(self.model, self.job.spec, self.config.run.seed)
+        self.model.dropout_seed = self.config.run.seed
+        self.model.train()
+        return parallel
 
     def _resume(self) -> Manifest | None:
         """Take up the latest checkpoint of the run folder, if there is one."""
@@ -215,6 +219,7 @@ class TrainingLoop:
         restore_optimizer(self.model, self.optimizer, found[-1], manifest)
         self.step = manifest.step
         assert manifest.position == self.job.batches.position(self.step)
+        self.loss_scale.restore(manifest.state)
         for hook in self.hooks:
             hook.restore(manifest.state)
         return manifest

@@ -1,0 +1,200 @@
+"""An optimizer that updates this rank's own part of every parameter, as plain tensors.
+
+AdamW and its kin change every element by itself, so the part that a rank holds is all that it needs: the update is the
+same however a parameter is split, and goes without the cost of DTensors. The part is
+
+- all that the rank holds (whole parameters, shards of zero=2 and 3, split matrices), or
+- with zero=1 its own rows of that, which are gathered from all after the update,
+
+and with offload=optimizer it lives in host memory, where the update then happens. `state_of` gives the state as
+DTensors, which say where in the whole it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from meshwright.errors import ConfigError
+from meshwright.models.parts import part_like
+from meshwright.torch_private import is_shard, shard_within
+
+GATHER_BYTES = 25 << 20
+"""How many bytes of parameters are gathered at once."""
+
+BY_ELEMENT = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+"""Optimizers that change every element by itself."""
+
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass
+class _Held:
+    """A parameter and the part of it that this rank updates."""
+
+    parameter: nn.Parameter
+    part: nn.Parameter
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+
+    def as_whole(self, value: Tensor) -> Tensor:
+        """State of the part, as a tensor that knows its place in the whole."""
+        if self.mesh is None or value.ndim == 0:
+            return value
+        shape, stride = self.parameter.shape, self.parameter.stride()
+        return DTensor.from_local(value, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
+
+
+class LocalOptimizer:
+    """Wraps an optimizer that changes every element by itself; the shard axis of `rows_over` shares its state."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        make: Make,
+        *,
+        rows_over: DeviceMesh | None = None,
+        on_host: bool = False,
+    ) -> None:
+        self._mesh = rows_over
+        self._axis = rows_over["shard"] if rows_over is not None else None
+        self._on_host = on_host
+        self._held: dict[nn.Parameter, _Held] = {}
+        own = [{**group, "params": [self._take(p) for p in group["params"]]} for group in groups]
+        self._inner = make(own)
+        if not isinstance(self._inner, BY_ELEMENT):
+            known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
+            raise ConfigError(
+                f"{type(self._inner).__name__} needs whole parameters and cannot be sharded; "
+                f"use zero=0 and tp=1 without offload, or one of {known}"
+            )
+        self._buckets = list(_buckets(list(self._held))) if self._axis is not None else []
+
+    def _take(self, parameter: nn.Parameter) -> nn.Parameter:
+        part = self._own(parameter.detach())
+        held = nn.Parameter(part.to("cpu", copy=True) if self._on_host else part)
+        self._held[parameter] = _Held(parameter, held, *self._layout(parameter))
+        return held
+
+    def _layout(self, parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
+        """How the part lies in the whole."""
+        if self._mesh is None or self._axis is None:
+            if isinstance(parameter, DTensor):
+                return parameter.device_mesh, tuple(parameter.placements)
+            return None, ()
+        if not isinstance(parameter, DTensor):
+            return self._axis, (Shard(0),)
+        split = parameter.placements[-1]
+        cut_before = self._mesh["tp"].size() if is_shard(split) and split.dim == 0 else 1  # type: ignore[attr-defined]
+        return self._mesh["shard", "tp"], (shard_within(0, cut_before), split)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter or of its gradient that this rank updates; a view."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local if self._axis is None else _chunk(local, self._axis)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer that does the work, with their learning rates."""
+        return self._inner.param_groups
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """The state of a parameter: its kinds, as tensors that know their place in the whole."""
+        held = self._held[parameter]
+        return {kind: held.as_whole(value) for kind, value in self._inner.state.get(held.part, {}).items()}
+
+    def load_state(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
+        """Take over one kind of a parameter's state from a whole tensor that every rank has."""
+        held = self._held[parameter]
+        if value.ndim and held.mesh is not None:
+            part = part_like(value, held.as_whole(held.part.detach()))
+            value = part.to_local() if isinstance(part, DTensor) else part
+        self._inner.state[held.part][kind] = value.to(held.part.device, copy=True)
+
+    def own_bytes(self) -> int:
+        """Bytes of state on this rank, the counts of steps left out."""
+        states = self._inner.state.values()
+        return sum(value.nbytes for state in states for value in state.values() if value.ndim)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update this rank's parts; with rows, gather everybody's."""
+        for parameter, held in self._held.items():
+            own = self._own(parameter)
+            if parameter.grad is None:
+                held.part.grad = None
+            elif self._on_host:
+                held.part.data.copy_(own)
+                held.part.grad = self._own(parameter.grad).to("cpu")
+            else:
+                held.part.data = own
+                held.part.grad = self._own(parameter.grad)
+        self._inner.step()
+        for parameter, held in self._held.items():
+            if self._on_host and held.part.grad is not None:
+                self._own(parameter).copy_(held.part)
+            held.part.grad = None
+        for bucket in self._buckets:
+            self._gather(bucket)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for parameter in self._held:
+            parameter.grad = None
+
+    def _gather(self, bucket: Sequence[nn.Parameter]) -> None:
+        """Every rank sends its rows of a bucket of parameters, padded to the size of the largest share."""
+        assert self._axis is not None
+        size = self._axis.size()
+        wholes = [p.to_local() if isinstance(p, DTensor) else p.data for p in bucket]
+        pieces = [_chunks(whole, size) for whole in wholes]
+        longest = max(sum(chunks[rank].numel() for chunks in pieces) for rank in range(size))
+        mine = wholes[0].new_zeros(longest)
+        own = torch.cat([chunks[self._axis.get_local_rank()].flatten() for chunks in pieces])
+        mine[: own.numel()] = own
+        everyone = mine.new_empty(size * longest)
+        dist.all_gather_into_tensor(everyone, mine, group=self._axis.get_group())
+        for rank, share in enumerate(everyone.view(size, longest)):
+            start = 0
+            for chunks in pieces:
+                rows = chunks[rank]
+                rows.copy_(share[start : start + rows.numel()].view_as(rows))
+                start += rows.numel()
+
+
+def _chunks(tensor: Tensor, size: int) -> list[Tensor]:
+    """Dim-0 chunks as DTensor cuts them: as many rows each but for the last ones, which may have none."""
+    chunks = list(tensor.chunk(size))
+    return chunks + [tensor[:0]] * (size - len(chunks))
+
+
+def _chunk(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _chunks(tensor, mesh.size())[mesh.get_local_rank()]
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        full = sum(p.nbytes for p in bucket) + parameter.nbytes > GATHER_BYTES
+        if bucket and (full or bucket[0].dtype != parameter.dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket

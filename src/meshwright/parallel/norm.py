@@ -1,0 +1,65 @@
+"""The norm of gradients that are split in different ways, and clipping by it.
+
+Each rank adds up the squares of what it holds; sums of parts that lie on different ranks are added over the axes on
+which they are split, and over no others, so that what is held several times counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+Where = tuple[DeviceMesh, tuple[int, ...]] | None
+
+
+@torch.no_grad()
+def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, scale: float = 1.0) -> Tensor:
+    """The norm of all gradients, the same on every rank; they are scaled down to `max_norm` where it is exceeded.
+
+    Takes plain tensors and DTensors on any mix of meshes; a `max_norm` of 0 does not clip. Gradients of a loss that
+    was multiplied by `scale` are divided by it first.
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    parts: dict[Where, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            where, local = _part(parameter.grad)
+            parts.setdefault(where, []).append(local)
+    locals_ = [local for held in parts.values() for local in held if local.numel()]
+    device = next((local.device for held in parts.values() for local in held), torch.device("cpu"))
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for where, held in parts.items():
+        total += _sum_of_squares(where, [local for local in held if local.numel()], device)
+    norm = total.sqrt() / scale
+    if locals_ and (max_norm or scale != 1.0):
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+        torch._foreach_mul_(locals_, factor / scale)
+    return norm
+
+
+def _part(gradient: Tensor) -> tuple[Where, Tensor]:
+    """Where a gradient is split, and this rank's part of it."""
+    if not isinstance(gradient, DTensor):
+        return None, gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ValueError("a gradient is a sum that has not been taken; take it before the norm")
+    split = (axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate())
+    return (gradient.device_mesh, tuple(split)), gradient.to_local()
+
+
+def _sum_of_squares(where: Where, held: list[Tensor], device: torch.device) -> Tensor:
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if held:
+        square += torch.stack(torch._foreach_norm(held)).to(device, torch.float64).square().sum()
+    if where is not None:
+        mesh, axes = where
+        for axis in axes:
+            if mesh.size(axis) > 1:
+                dist.all_reduce(square, group=mesh.get_group(axis))
+    return square

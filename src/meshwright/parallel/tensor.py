@@ -1,0 +1,268 @@
+"""Tensor and sequence parallel: every matrix is split over the ranks of one axis, and so are the tokens between them.
+
+The model brings the table (`tensor_plan`: module -> how it is split); this file knows what the words in it mean.
+
+    region      work that the ranks split: its input is whole on all of them, its output is the sum of their parts
+    column      a linear layer whose outputs are split; inside a region
+    row         a linear layer whose inputs are split; inside a region
+    heads:N     a column of N heads that are not cut; where there are fewer than ranks, several ranks use the same one
+    shared      inside a region, held whole by every rank, each of which sees a part of its gradient
+    experts     stacked feed-forwards, each of them split as column and row
+    vocabulary  an embedding whose rows are split; its output is a sum
+    head        a column that ends the model: the logits stay split over the vocabulary
+    tokens      between regions: held whole; with sequence parallel each rank works on its own tokens
+    lookup      as tokens, for an embedding of positions
+    dropout     as tokens, for a mask that follows from the tokens' keys
+
+With sequence parallel a region begins with an all-gather of tokens and ends with a reduce-scatter; without, it begins
+with nothing and ends with an all-reduce. The backward pass does the reverse. Rows and columns are cut as evenly as
+they go; nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from meshwright.errors import ConfigError
+from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_tokens
+from meshwright.parallel.reads import Transform, around_forward, read_through
+from meshwright.torch_private import parameters_of
+
+Forward = Callable[..., Tensor]
+
+
+@dataclass
+class Axis:
+    """The ranks that split every matrix, seen from one of them."""
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    sequence: bool
+    """Whether tokens are split where they can be."""
+    split: bool = False
+    """Whether they are, in the forward pass in hand."""
+
+    def begin(self, tokens: int, training: bool) -> None:
+        """Decide for a sequence of that many tokens."""
+        self.split = self.sequence and tokens % self.size == 0
+        if self.sequence and training and not self.split:
+            raise ValueError(
+                f"a sequence of {tokens} tokens cannot be dealt out to tp={self.size} ranks; "
+                f"train on multiples of {self.size} tokens, or with sp=off"
+            )
+
+    def enter(self, x_BTC: Tensor) -> Tensor:
+        """What comes into a region: all tokens."""
+        return gather_tokens(x_BTC, self.group) if self.split else copy(x_BTC, self.group)
+
+    def leave(self, x_BTC: Tensor) -> Tensor:
+        """What goes out of a region: the sum of the ranks' parts."""
+        return add_up_tokens(x_BTC, self.group) if self.split else add_up(x_BTC, self.group)
+
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """This rank's part of something that is known of all tokens."""
+        return x_BT.chunk(self.size, dim=1)[self.rank] if self.split else x_BT
+
+    def own_part(self, length: int) -> slice:
+        """This rank's part of a dimension of that length, cut as DTensors are."""
+        longest = -(-length // self.size)
+        return slice(min(self.rank * longest, length), min((self.rank + 1) * longest, length))
+
+    def sum_gradient(self, parameter: Tensor) -> Tensor:
+        """A parameter of which every rank sees a part of the gradient."""
+        return copy(parameter, self.group)
+
+    def sum_gradient_of_tokens(self, parameter: Tensor) -> Tensor:
+        """A parameter that works on this rank's tokens, where tokens are split."""
+        return copy(parameter, self.group) if self.split else parameter
+
+
+def rule_of(plan: Mapping[str, str], module: str) -> tuple[str, int] | None:
+    """The table's word for a module, and the number behind it."""
+    for pattern, rule in plan.items():
+        if fnmatchcase(module, pattern):
+            word, _, number = rule.partition(":")
+            return word, int(number or 0)
+    return None
+
+
+def check(model: nn.Module) -> None:
+    """Raise a ConfigError unless the model's table covers all of its parameters."""
+    plan = getattr(model, "tensor_plan", None)
+    kind = type(model).__name__
+    if plan is None:
+        raise ConfigError(
+            f"tp needs a table that says how {kind} is split: give the class a `tensor_plan` "
+            "(module name -> rule; docs/strategies.md has the rules), or use tp=1"
+        )
+    for name, module in model.named_modules():
+        rule = rule_of(plan, name)
+        if rule is not None and rule[0] not in _RULES:
+            raise ConfigError(f"{kind}.tensor_plan has no rule '{rule[0]}' for {name}; rules are {', '.join(_RULES)}")
+        held = [parameter for parameter, value in parameters_of(module).items() if value is not None]
+        if held and (rule is None or rule[0] == "region"):
+            raise ConfigError(
+                f"no rule of {kind}.tensor_plan covers the parameter {name}.{held[0]}; "
+                f"give '{name}' one of {', '.join(_RULES)}, or use tp=1"
+            )
+
+
+def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+    """Split a model in place over one axis; on the meta device too."""
+    splitter = _Splitter(Axis(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size(), sequence))
+    plan = getattr(model, "tensor_plan", {})
+    for name, module in model.named_modules():
+        rule = rule_of(plan, name)
+        if rule is not None:
+            _RULES[rule[0]](module, splitter, rule[1])
+
+
+class _Splitter:
+    """Stores parameters split over the axis; one that modules share is split once."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._done: dict[nn.Parameter, nn.Parameter] = {}
+
+    def hold(self, module: nn.Module, name: str, placement: Placement, *reads: Transform) -> None:
+        """Store a parameter so, if the module has it; the module's code sees this rank's part, through `reads`."""
+        parameter = parameters_of(module).get(name)
+        if parameter is None:
+            return
+        if parameter not in self._done:
+            self._done[parameter] = self._split(parameter, placement)
+        parameters_of(module)[name] = self._done[parameter]
+        read_through(module, name, _local, *reads)
+
+    def _split(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        part = parameter.detach()
+        if isinstance(placement, Shard):
+            before = (slice(None),) * placement.dim
+            part = part[(*before, self.axis.own_part(part.shape[placement.dim]))].clone().contiguous()
+        shape, stride = parameter.shape, parameter.stride()
+        split = DTensor.from_local(part, self.axis.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _region(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    axis = splitter.axis
+
+    def forward(inner: Forward, x_BTC: Tensor, *rest: object) -> Tensor:
+        return axis.leave(inner(axis.enter(x_BTC), *rest))
+
+    around_forward(module, forward)
+
+
+def _column(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    splitter.hold(module, "weight", Shard(0))
+    splitter.hold(module, "bias", Shard(0))
+
+
+def _row(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    axis = splitter.axis
+    splitter.hold(module, "weight", Shard(1))
+    # The ranks' outputs are added up, and with them their shares of the bias.
+    splitter.hold(module, "bias", Replicate(), axis.sum_gradient, lambda bias: bias / axis.size)
+
+
+def _heads(module: nn.Module, splitter: _Splitter, heads: int) -> None:
+    axis = splitter.axis
+    if heads % axis.size == 0:
+        _column(module, splitter, 0)
+        return
+    mine = axis.rank * heads // axis.size
+
+    def own_head(rows: Tensor) -> Tensor:
+        return rows.chunk(heads)[mine]
+
+    for name in ("weight", "bias"):
+        splitter.hold(module, name, Replicate(), axis.sum_gradient, own_head)
+
+
+def _shared(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    for name in parameters_of(module):
+        splitter.hold(module, name, Replicate(), splitter.axis.sum_gradient)
+
+
+def _experts(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    for name in parameters_of(module):
+        splitter.hold(module, name, Shard(2 if name == "down_proj" else 1))
+
+
+def _tokens(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    for name in parameters_of(module):
+        splitter.hold(module, name, Replicate(), splitter.axis.sum_gradient_of_tokens)
+
+
+def _lookup(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    _tokens(module, splitter, 0)
+    around_forward(module, lambda inner, positions_BT: inner(splitter.axis.own_tokens(positions_BT)))
+
+
+def _dropout(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    def forward(inner: Forward, x_BTC: Tensor, keys_BT: Tensor | None) -> Tensor:
+        return inner(x_BTC, keys_BT if keys_BT is None else splitter.axis.own_tokens(keys_BT))
+
+    around_forward(module, forward)
+
+
+def _vocabulary(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    assert isinstance(module, nn.Embedding)
+    axis, rows = splitter.axis, splitter.axis.own_part(module.num_embeddings)
+    splitter.hold(module, "weight", Shard(0))
+
+    def forward(_: Forward, tokens_BT: Tensor) -> Tensor:
+        axis.begin(tokens_BT.shape[1], module.training)
+        if rows.start == rows.stop:
+            # More ranks than rows to go round; no token is found here.
+            return axis.leave(module.weight.new_zeros(*tokens_BT.shape, module.embedding_dim))
+        absent_BT1 = ((tokens_BT < rows.start) | (tokens_BT >= rows.stop))[..., None]
+        found_BTC = F.embedding((tokens_BT - rows.start).clamp(0, rows.stop - rows.start - 1), module.weight)
+        return axis.leave(found_BTC.masked_fill(absent_BT1, 0.0))
+
+    around_forward(module, forward)
+
+
+def _head(module: nn.Module, splitter: _Splitter, _: int) -> None:
+    assert isinstance(module, nn.Linear)
+    axis, vocabulary = splitter.axis, module.out_features
+    _column(module, splitter, 0)
+
+    def forward(inner: Forward, x_BTC: Tensor) -> Tensor:
+        logits = inner(axis.enter(x_BTC))
+        shape = torch.Size((*logits.shape[:2], vocabulary))
+        stride = (logits.shape[1] * vocabulary, vocabulary, 1)
+        return DTensor.from_local(logits, axis.mesh, [Shard(2)], run_check=False, shape=shape, stride=stride)
+
+    around_forward(module, forward)
+
+
+_RULES: dict[str, Callable[[Any, _Splitter, int], None]] = {
+    "region": _region,
+    "column": _column,
+    "row": _row,
+    "heads": _heads,
+    "shared": _shared,
+    "experts": _experts,
+    "vocabulary": _vocabulary,
+    "head": _head,
+    "tokens": _tokens,
+    "lookup": _lookup,
+    "dropout": _dropout,
+}

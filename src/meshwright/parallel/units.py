@@ -1,0 +1,69 @@
+"""Which modules are gathered, reduced and recomputed together: the layers of a model, or what the user says."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.torch_private import parameters_of
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: the members of its longest list or dictionary of modules."""
+    lists = [list(m.children()) for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
+    return max(lists, key=len, default=[])
+
+
+def units_of(model: nn.Module, wrap: str) -> list[nn.Module]:
+    """The modules that are wrapped one by one, inner ones first; the rest goes with the root.
+
+    A parameter that several modules share belongs to none of them alone, and goes with the root.
+    """
+    kind, _, argument = wrap.partition(":")
+    if kind == "block":
+        return blocks_of(model)
+    shared = _holders_of_shared(model)
+    if kind == "name":
+        return _named(model, argument.split("+"), shared)
+    return _sized(model, int(argument), shared)
+
+
+def _holders_of_shared(model: nn.Module) -> set[nn.Module]:
+    """Modules that hold, themselves or below, a parameter which another module holds as well."""
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in parameters_of(module).values():
+            if parameter is not None:
+                holders.setdefault(parameter, []).append(module)
+    several = {module for held in holders.values() if len(held) > 1 for module in held}
+    return {module for module in model.modules() if any(below in several for below in module.modules())}
+
+
+def _named(model: nn.Module, names: list[str], shared: set[nn.Module]) -> list[nn.Module]:
+    modules = dict(model.named_modules())
+    unknown = [name for name in names if not any(name in (path.split(".")[-1], path) for path in modules)]
+    if unknown:
+        raise ConfigError(f"wrap=name:{'+'.join(names)}: {type(model).__name__} has no module '{unknown[0]}'")
+    found = [
+        module
+        for path, module in modules.items()
+        if path and any(name in (path.split(".")[-1], path) for name in names) and module not in shared
+    ]
+    return found[::-1]
+
+
+def _sized(model: nn.Module, least: int, shared: set[nn.Module]) -> list[nn.Module]:
+    """Modules that hold at least that many parameters which no wrapped module below them holds."""
+    units: list[nn.Module] = []
+
+    def visit(module: nn.Module) -> int:
+        left = sum(visit(child) for child in module.children())
+        left += sum(parameter.numel() for parameter in parameters_of(module).values() if parameter is not None)
+        callable_ = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if left >= least and callable_ and module is not model and module not in shared:
+            units.append(module)
+            return 0
+        return left
+
+    visit(model)
+    return units
