@@ -49,7 +49,7 @@ def run_ranks(work: Callable[[World], None], count: int, *, device: str = "auto"
         return
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
-    context: Any = multiprocessing.get_context("fork" if _may_fork(device) else "spawn")
+    context: Any = multiprocessing.get_context("fork" if may_fork(device) else "spawn")
     with tempfile.TemporaryDirectory(prefix="meshwright-") as meeting_place, _Supervisor(meeting_place) as supervisor:
         for rank in range(count):
             receiver, sender = context.Pipe(duplex=False)
@@ -61,7 +61,7 @@ def run_ranks(work: Callable[[World], None], count: int, *, device: str = "auto"
         supervisor.watch()
 
 
-def _may_fork(device: str) -> bool:
+def may_fork(device: str) -> bool:
     """Whether forked ranks would work: threads and a CUDA in use do not survive a fork, nor does macOS take it well."""
     if sys.platform != "linux" or (device != "cpu" and torch.cuda.device_count() > 0):
         return False

@@ -58,11 +58,7 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm:
-            # Under autocast the heads are narrower than the norms' weights, for which there is no fused kernel.
-            q, k = (
-                F.rms_norm(x, (self.head_dim,), norm.weight.to(x.dtype), norm.eps)
-                for x, norm in ((q, self.q_norm), (k, self.k_norm))
-            )
+            q, k = self.q_norm(q), self.k_norm(k)
         q_BHTD, k_BHTD, v_BHTD = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if rope is not None:
             q_BHTD, k_BHTD = rotate(q_BHTD, *rope), rotate(k_BHTD, *rope)

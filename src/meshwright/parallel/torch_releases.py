@@ -5,10 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch.distributed import FileStore, GradBucket, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    GradBucket,
+    Store,
+    set_debug_level_from_env,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store"]
+__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store", "set_debug_level_from_env"]
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 

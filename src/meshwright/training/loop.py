@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -17,27 +16,11 @@ from meshwright.checkpoint.format import Manifest, list_checkpoints, read_manife
 from meshwright.checkpoint.training_state import restore_model, restore_optimizer
 from meshwright.config import RunConfig
 from meshwright.data.prefetch import Prefetcher
-from meshwright.errors import CheckpointError, UserError
-from meshwright.models.hf import fill_from_hf
-from meshwright.models.initialize import build_meta, initialize, materialise
-from meshwright.models.mixture import finish_step, mixtures
-from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.norm import clip_grad_norm_
-from meshwright.parallel.parallelize import Parallel, parallelize
+from meshwright.errors import CheckpointError
 from meshwright.parallel.world import World, pick_device
 from meshwright.training.hooks import Hook
 from meshwright.training.job import make_job
-from meshwright.training.loss import IGNORED, summed_cross_entropy
-from meshwright.training.loss_scale import LossScale
-from meshwright.training.optimizer import make_optimizer
-from meshwright.training.precision import precision_of
-from meshwright.training.schedule import learning_rate
-
-
-class TrainingError(UserError):
-    """The run cannot go on: its numbers are no longer numbers."""
-
-    exit_code = 1
+from meshwright.training.step import TrainingStep
 
 
 class TrainingLoop:
@@ -57,13 +40,9 @@ class TrainingLoop:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(self.config.train.deterministic)
-        self.mesh = make_mesh(self.job.strategy, self.world.device.type) if self.world.size > 1 else None
-        self.data_rank = self.mesh.get_local_rank("data") if self.mesh is not None else 0
-        self.precision = precision_of(config)
-        self.loss_scale = LossScale(config.precision, self.precision.param == torch.float16)
-        self.model = build_meta(self.job.spec, self.precision.stored)
-        self.parallel = self._make_parallel()
-        self.optimizer = make_optimizer(self.parallel, self.config.train)
+        self.one_step = TrainingStep(config, self.job.spec, self.job.strategy, self.world)
+        self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
+        self.loss_scale = self.one_step.loss_scale
         self.hooks = list(hooks)
         self.resumed_from = self._resume()
 
@@ -102,35 +81,10 @@ class TrainingLoop:
 
     def train_step(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
         """One optimizer step on this rank's share of the global batch."""
-        tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
-        inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        valid = self._sum((targets != IGNORED).sum())
-        losses = []
-        for mixture in mixtures(self.model):
-            mixture.auxiliary_scale = self.loss_scale.value / len(tokens)
-        for index in range(len(tokens)):
-            with self.parallel.micro_step(last=index == len(tokens) - 1):
-                logits = self.parallel(inputs[index], samples_B=samples[index])
-                loss = summed_cross_entropy(logits, targets[index]) / valid
-                (loss * self.loss_scale.value).backward()
-            losses.append(loss.detach())
-        norm = clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip, scale=self.loss_scale.value)
-        rate = learning_rate(self.config.train, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
-        taken = self.loss_scale.accept(norm)
-        if taken:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        finish_step(self.model)
-        mean_loss = self._agree(torch.stack(losses).sum())
-        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate, "tokens": int(valid)}
-        if not all(map(math.isfinite, metrics.values())):
-            if taken or exhausted:
-                raise TrainingError(self._explain_divergence(metrics))
-            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return metrics | ({"loss_scale": scale, "skipped": int(not taken)} if self.loss_scale.active else {})
+        metrics = self.one_step(step, batch, self.stop_reason is not None)
+        if metrics.pop("stop"):
+            self.stop("another rank was asked to stop", everywhere=True)
+        return metrics
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -144,16 +98,15 @@ class TrainingLoop:
         for round_start in range(0, count, self.job.strategy.dp * size):
             # Every rank takes part in every round, since sharded weights are gathered together; one that has no
             # sequences left computes the first one again and does not count it.
-            start = round_start + self.data_rank * size
+            start = round_start + self.one_step.data_rank * size
             mine = min(size, max(0, count - start))
             rows = self.job.sampler.validation_rows(start if mine else 0, mine or 1)
-            tokens = torch.from_numpy(rows).to(self.world.device)
-            loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+            found = self.one_step.evaluate(torch.from_numpy(rows))
             if mine:
-                total += torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
+                total += found
         self.model.train()
-        self.parallel.reshard()
-        loss_sum, valid = self._sum(total).tolist()
+        self.one_step.parallel.reshard()
+        loss_sum, valid = self.one_step.sum(total).tolist()
         return loss_sum / valid
 
     def make_batch(self, step: int) -> dict[str, np.ndarray]:
@@ -164,7 +117,7 @@ class TrainingLoop:
         size = self.job.batches.batch(step)
         micro_steps = self.job.strategy.micro_steps(size, self.config.train.micro_batch)
         share = size // micro_steps // self.job.strategy.dp
-        first = self.job.batches.position(step) + self.data_rank * share
+        first = self.job.batches.position(step) + self.one_step.data_rank * share
         starts = [first + index * share * self.job.strategy.dp for index in range(micro_steps)]
         return {
             "tokens": np.stack([self.job.sampler.rows(start, share) for start in starts]),
@@ -176,37 +129,9 @@ class TrainingLoop:
         self.stop_reason = self.stop_reason or reason
         self.stopping = self.stopping or everywhere
 
-    def _agree(self, loss: Tensor) -> float:
-        """The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop."""
-        both = self._sum(torch.stack((loss.double(), loss.new_tensor(float(self.stop_reason is not None)).double())))
-        total, requests = both.tolist()
-        if requests:
-            self.stop("another rank was asked to stop", everywhere=True)
-        return total
-
     def _batches(self) -> Prefetcher:
         pin = self.world.device.type == "cuda"
         return Prefetcher(self.make_batch, self.step, self.config.train.steps, depth=self.config.data.prefetch, pin=pin)
-
-    def _sum(self, values: Tensor) -> Tensor:
-        """The sum over all tokens of the ranks, in place: what several ranks hold of the same tokens counts once."""
-        total = self.world.sum(values)
-        copies = self.world.size // self.job.strategy.dp
-        return (
-            total if copies == 1 else total.div_(copies, rounding_mode=None if total.is_floating_point() else "floor")
-        )
-
-    def _make_parallel(self) -> Parallel:
-        """Split the model before it has memory, so that no rank holds more of it than its part; then fill it."""
-        parallel = parallelize(self.model, self.job.strategy, self.mesh, precision=self.precision, reduction="sum")
-        materialise(self.model, self.world.device)
-        if self.config.model.from_hf:
-            fill_from_hf(self.model, self.config.model.from_hf)
-        else:
-            initialize(self.model, self.job.spec, self.config.run.seed)
-        self.model.dropout_seed = self.config.run.seed
-        self.model.train()
-        return parallel
 
     def _resume(self) -> Manifest | None:
         """Take up the latest checkpoint of the run folder, if there is one."""
@@ -233,11 +158,3 @@ class TrainingLoop:
                 f"{checkpoint} was trained on other data than the corpus now holds, and its position means others "
                 "there; bring the old corpus back, or start anew with another run.dir or --fresh"
             )
-
-    def _explain_divergence(self, metrics: dict[str, float]) -> str:
-        return (
-            f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
-            f"training has diverged. The checkpoints in {self.job.folder.checkpoints} are from before. "
-            f"Lower train.lr={self.config.train.lr:g}, lengthen train.warmup_steps={self.config.train.warmup_steps}, "
-            "or use train.precision=float32."
-        )

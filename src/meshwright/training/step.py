@@ -1,0 +1,117 @@
+"""One optimizer step of a model under a strategy: what every rank does, from its share of a batch to new weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from meshwright.config import RunConfig
+from meshwright.errors import UserError
+from meshwright.models.hf import fill_from_hf
+from meshwright.models.initialize import build_meta, initialize, materialise
+from meshwright.models.mixture import finish_step, mixtures
+from meshwright.models.spec import ModelSpec
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.norm import clip_grad_norm_
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.world import World
+from meshwright.strategy import Strategy
+from meshwright.training.loss import IGNORED, summed_cross_entropy
+from meshwright.training.loss_scale import LossScale
+from meshwright.training.optimizer import make_optimizer
+from meshwright.training.precision import precision_of
+from meshwright.training.schedule import learning_rate
+
+
+class TrainingError(UserError):
+    """The run cannot go on: its numbers are no longer numbers."""
+
+    exit_code = 1
+
+
+class TrainingStep:
+    """A model with its optimizer, split over the ranks, and what one step does to them."""
+
+    def __init__(self, config: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.strategy = strategy
+        self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
+        self.data_rank = self.mesh.get_local_rank("data") if self.mesh is not None else 0
+        precision = precision_of(config)
+        self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
+        # Split before it has memory, so that no rank holds more of it than its part.
+        self.model = build_meta(spec, precision.stored)
+        self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction="sum")
+        materialise(self.model, world.device)
+        if config.model.from_hf:
+            fill_from_hf(self.model, Path(config.model.from_hf))
+        else:
+            initialize(self.model, spec, config.run.seed)
+        self.model.dropout_seed = config.run.seed
+        self.model.train()
+        self.optimizer = make_optimizer(self.parallel, config.train)
+
+    def __call__(self, step: int, batch: dict[str, Tensor], asked_to_stop: bool = False) -> dict[str, float]:
+        """Train on this rank's share of the global batch: tokens and samples, each (micro-steps, samples, ...).
+
+        Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
+        """
+        tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
+        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        valid = self.sum((targets != IGNORED).sum())
+        scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
+        for mixture in mixtures(self.model):
+            mixture.auxiliary_scale = scale / len(tokens)
+        losses = []
+        for index in range(len(tokens)):
+            with self.parallel.micro_step(last=index == len(tokens) - 1):
+                logits = self.parallel(inputs[index], samples_B=samples[index])
+                loss = summed_cross_entropy(logits, targets[index]) / valid
+                (loss * scale).backward()
+            losses.append(loss.detach())
+        norm = clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip, scale=scale)
+        rate = learning_rate(self.config.train, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        taken = self.loss_scale.accept(norm)
+        if taken:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        finish_step(self.model)
+        # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
+        stop = loss.new_tensor(float(asked_to_stop), dtype=torch.float64)
+        mean_loss, requests = self.sum(torch.stack((torch.stack(losses).sum().double(), stop))).tolist()
+        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate, "tokens": int(valid)}
+        if not all(map(math.isfinite, metrics.values())):
+            if taken or exhausted:
+                raise TrainingError(self._explain_divergence(metrics))
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        if self.loss_scale.active:
+            metrics |= {"loss_scale": scale, "skipped": int(not taken)}
+        return metrics | {"stop": requests}
+
+    @torch.no_grad()
+    def evaluate(self, tokens: Tensor) -> Tensor:
+        """The loss of this rank's sequences, summed over their tokens, and how many tokens that is."""
+        tokens = tokens.to(self.world.device)
+        loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+        return torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that hold different tokens: what several ranks hold of the same ones counts once."""
+        total = self.world.sum(values)
+        copies = self.world.size // self.strategy.dp
+        return total if copies == 1 else total.div_(copies) if total.is_floating_point() else total // copies
+
+    def _explain_divergence(self, metrics: dict[str, float]) -> str:
+        train = self.config.train
+        return (
+            f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
+            f"training has diverged. The checkpoints in {Path(self.config.run.dir) / 'checkpoints'} are from before. "
+            f"Lower train.lr={train.lr:g}, lengthen train.warmup_steps={train.warmup_steps}, "
+            "or use train.precision=float32."
+        )

@@ -1,0 +1,138 @@
+"""A pool of ranks that is started once and runs many small pieces of distributed work, each in a group of its own.
+
+Starting ranks takes most of the time of a small proof: they are forked after everything is imported, and every piece
+of work takes as many of them as it needs. Collectives are checked (TORCH_DISTRIBUTED_DEBUG=DETAIL), so that ranks
+which disagree end in an error that says so and not in a wait. After a failure the ranks are replaced.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from meshwright.launch.local import RankError, may_fork
+from meshwright.parallel.torch_releases import FileStore, set_debug_level_from_env
+from meshwright.parallel.world import join_world
+
+Result = TypeVar("Result")
+
+
+class RankPool:
+    """Ranks on this machine's CPU, up to a number, started when they are first needed."""
+
+    def __init__(self, size: int = 8, timeout_s: float = 120.0) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._count = 0
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, work: Callable[..., Result], ranks: int, *inputs: Any) -> list[Result]:
+        """What `work(world, *inputs)` gives on each of that many ranks; raises what the first failing one raised."""
+        if not 1 <= ranks <= self.size:
+            raise ValueError(f"{ranks} ranks in a pool of {self.size}")
+        self._start()
+        assert self._folder is not None
+        self._count += 1
+        store = str(Path(self._folder.name) / str(self._count))
+        taken = self._ranks[:ranks]
+        for rank, (_, pipe) in enumerate(taken):
+            pipe.send((work, rank, ranks, store, inputs))
+        try:
+            return self._results(taken)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        if self._ranks:
+            return
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
+        context: Any = multiprocessing.get_context("fork" if may_fork("cpu") else "spawn")
+        for _ in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, os.getpid(), self.timeout_s), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _results(self, taken: list[tuple[BaseProcess, Connection]]) -> list[Any]:
+        results: dict[int, Any] = {}
+        failures: list[tuple[float, int, str]] = []
+        deadline = time.monotonic() + self.timeout_s
+        waiting: dict[Any, int] = {pipe: rank for rank, (_, pipe) in enumerate(taken)}
+        while waiting and time.monotonic() < deadline:
+            # Once one has failed, the others get a moment to tell their own cause, which may be the first one.
+            patience = 1.0 if failures else deadline - time.monotonic()
+            ready: list[Any] = wait(list(waiting), timeout=patience)
+            if failures and not ready:
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    done, when, value = pipe.recv()
+                except EOFError:
+                    code = taken[rank][0].exitcode
+                    done, when, value = False, time.time(), f"ended without a word; exit code {code}"
+                if done:
+                    results[rank] = value
+                else:
+                    failures.append((when, rank, value))
+        if failures:
+            _, rank, text = min(failures)
+            raise RankError(f"rank {rank} of {len(taken)} failed:\n{text}")
+        if waiting:
+            raise RankError(f"ranks {sorted(waiting.values())} of {len(taken)} gave no result in {self.timeout_s:g} s")
+        return [results[rank] for rank in range(len(taken))]
+
+
+def _serve(pipe: Connection, parent: int, timeout_s: float) -> None:
+    """The life of a rank: work, answer, wait for more."""
+    torch.set_num_threads(1)
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    set_debug_level_from_env()
+    while True:
+        while not pipe.poll(1.0):
+            if os.getppid() != parent:
+                os._exit(1)
+        try:
+            work, rank, size, store, inputs = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            meeting = FileStore(store, size) if size > 1 else None
+            with join_world("cpu", timeout_s, (rank, size, rank), meeting) as world:
+                answer = (True, time.time(), work(world, *inputs))
+        except BaseException as error:
+            answer = (False, time.time(), "".join(traceback.format_exception(error)))
+        pipe.send(answer)
