@@ -52,6 +52,10 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+# 2.13 has new names for them and warns of the old ones.
+_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
 # The functional collectives: they give new tensors, so that recomputation may keep their results and compilers may
 # see through them. Their results are waited for here.
 
@@ -63,12 +67,12 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors after one another."""
-    return _wait(functional.all_gather_tensor(x.contiguous(), dim, group))
+    return _wait(_gather(x.contiguous(), dim, group))
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    return _wait(functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, group))
+    return _wait(_scatter(x.contiguous(), "sum", dim, group))
 
 
 def _wait(x: Any) -> Tensor:

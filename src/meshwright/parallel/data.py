@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -28,8 +27,9 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket
+from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket, group_for_ddp
 from meshwright.strategy import Strategy
 from meshwright.torch_private import replicate as replicate_composable
 
@@ -40,7 +40,7 @@ def apply(
     model: nn.Module,
     units: Sequence[nn.Module],
     strategy: Strategy,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     precision: Precision,
     reduction: Reduction,
 ) -> None:
@@ -54,12 +54,12 @@ def apply(
     )
     split: Callable[[nn.Module, bool], object]
     if strategy.zero < 2:
-        split = lambda module, root: replicate_composable(module, mesh=mesh["data"], mp_policy=policy)  # noqa: E731
+        split = lambda module, root: replicate_composable(module, mesh=mesh.data, mp_policy=policy)  # noqa: E731
     else:
         over = mesh["replicate", "shard"] if strategy.replicate > 1 else mesh["shard"]
         offload = OffloadPolicy()
         if strategy.offload == "parameters":
-            offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+            offload = CPUOffloadPolicy(pin_memory=mesh.axes.device_type == "cuda")
         split = lambda module, root: fully_shard(  # noqa: E731
             module,
             mesh=over,
@@ -77,13 +77,11 @@ def apply(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def wrap_ddp(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh, precision: Precision, reduction: Reduction
-) -> nn.Module:
+def wrap_ddp(model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction) -> nn.Module:
     """The module to call for a training step: where parameters are whole, one that reduces their gradients."""
     if strategy.dp == 1 or not _is_ddp(strategy):
         return model
-    group = mesh.get_group("data")
+    group = group_for_ddp(mesh.data.get_group())
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
     scale = 1.0 if reduction == "sum" else 1.0 / strategy.dp
     replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshwright.errors import ConfigError
 from meshwright.models.parts import part_like
+from meshwright.parallel.mesh import Mesh
 from meshwright.torch_private import is_shard, shard_within
 
 GATHER_BYTES = 25 << 20
@@ -69,7 +70,7 @@ class LocalOptimizer:
         groups: Iterable[dict[str, Any]],
         make: Make,
         *,
-        rows_over: DeviceMesh | None = None,
+        rows_over: Mesh | None = None,
         on_host: bool = False,
     ) -> None:
         self._mesh = rows_over

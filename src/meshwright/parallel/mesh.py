@@ -1,4 +1,4 @@
-"""The mesh: from a strategy and the order of ranks to a DeviceMesh with named axes. Passed around, never global.
+"""The mesh: from a strategy and the order of ranks to device meshes with named axes. Passed around, never global.
 
 Axes, outermost first: pp, replicate, shard, cp, tp. Ranks that differ only in the last axis are neighbours, so that
 the heaviest traffic stays on the fastest links. Axes made of others:
@@ -11,6 +11,7 @@ the heaviest traffic stays on the fastest links. Axes made of others:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,23 +22,35 @@ from meshwright.torch_private import flatten
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 
 
-def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | None = None) -> DeviceMesh:
+@dataclass(frozen=True)
+class Mesh:
+    """The axes of a strategy as ranks, and the axes made of them."""
+
+    axes: DeviceMesh
+    data: DeviceMesh
+    loss: DeviceMesh
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """One or several of the axes."""
+        return self.axes[names]
+
+
+def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | None = None) -> Mesh:
     """The mesh of a strategy; `placement` lists the ranks in mesh order where that is not 0, 1, 2, ..."""
     order = list(range(strategy.world) if placement is None else placement)
     if sorted(order) != list(range(strategy.world)):
         raise ValueError(f"placement {order} is not an order of the {strategy.world} ranks")
     shape = [getattr(strategy, axis) for axis in AXES]
-    mesh = DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=AXES)
-    flatten(mesh, ("replicate", "shard"), "data")
-    flatten(mesh, ("replicate", "shard", "cp"), "loss")
-    return mesh
+    axes = DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=AXES)
+    data = flatten(axes, ("replicate", "shard"), "data")
+    return Mesh(axes, data, flatten(axes, ("replicate", "shard", "cp"), "loss"))
 
 
-def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+def expert_mesh(mesh: Mesh, ep: int) -> DeviceMesh:
     """The mesh seen by experts, axes pp, expert_data, ep, cp, tp: `ep` splits them, `expert_data` has their copies."""
-    ranks = mesh.mesh.flatten(1, 2)
+    ranks = mesh.axes.mesh.flatten(1, 2)
     return DeviceMesh(
-        mesh.device_type,
+        mesh.axes.device_type,
         ranks.unflatten(1, (ranks.shape[1] // ep, ep)),
         mesh_dim_names=("pp", "expert_data", "ep", "cp", "tp"),
     )

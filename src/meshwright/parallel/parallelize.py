@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
@@ -21,7 +20,7 @@ from meshwright.models.mixture import mixtures
 from meshwright.parallel import data, precision, recompute, tensor
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import BY_ELEMENT, LocalOptimizer
-from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.mesh import Mesh, make_mesh
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.units import blocks_of, units_of
 from meshwright.strategy import Strategy
@@ -33,7 +32,7 @@ class Parallel:
     """A model under a strategy. Call it like the model; `module` is the model itself, split in place."""
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, mesh: DeviceMesh | None, policy: Precision, reduction: Reduction
+        self, module: nn.Module, strategy: Strategy, mesh: Mesh | None, policy: Precision, reduction: Reduction
     ) -> None:
         self.module = module
         self.strategy = strategy
@@ -84,7 +83,7 @@ class Parallel:
 def parallelize(
     model: nn.Module,
     strategy: Strategy | str,
-    mesh: DeviceMesh | None = None,
+    mesh: Mesh | None = None,
     *,
     precision: Precision | None = None,
     reduction: Reduction = "mean",
@@ -109,13 +108,13 @@ def parallelize(
 
 
 def _apply(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh | None, policy: Precision, reduction: Reduction
+    model: nn.Module, strategy: Strategy, mesh: Mesh | None, policy: Precision, reduction: Reduction
 ) -> Parallel:
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
     units = units_of(model, strategy.wrap)
     if mesh is not None:
         for mixture in mixtures(model):
-            mixture.data_group = mesh.get_group("loss")
+            mixture.data_group = mesh.loss.get_group()
             mixture.copies = strategy.tp
         if strategy.tp > 1:
             tensor.apply(model, mesh["tp"], strategy.sp)

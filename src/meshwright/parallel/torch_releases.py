@@ -6,14 +6,19 @@ import inspect
 from typing import Any
 
 from torch.distributed import (  # type: ignore[attr-defined]
+    DebugLevel,
     FileStore,
     GradBucket,
+    ProcessGroup,
     Store,
+    get_debug_level,
+    new_group,
+    set_debug_level,
     set_debug_level_from_env,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store", "set_debug_level_from_env"]
+__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store", "group_for_ddp", "set_debug_level_from_env"]
 
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
@@ -22,3 +27,18 @@ BUFFERS_STAY_LOCAL: dict[str, Any] = (
     {"forward_sync_buffers": False} if "forward_sync_buffers" in _DDP_ARGUMENTS else {"broadcast_buffers": False}
 )
 """Arguments with which DistributedDataParallel leaves buffers alone in forward passes."""
+
+
+def group_for_ddp(group: ProcessGroup) -> ProcessGroup:
+    """The group of all ranks as DistributedDataParallel can take it.
+
+    With TORCH_DISTRIBUTED_DEBUG=DETAIL groups check what passes through them, and DDP's logger dies of such a group
+    over gloo (2.13); it gets one that does not check.
+    """
+    if get_debug_level() != DebugLevel.DETAIL:
+        return group
+    set_debug_level(DebugLevel.OFF)
+    try:
+        return new_group()
+    finally:
+        set_debug_level(DebugLevel.DETAIL)

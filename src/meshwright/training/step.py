@@ -40,7 +40,7 @@ class TrainingStep:
         self.world = world
         self.strategy = strategy
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
-        self.data_rank = self.mesh.get_local_rank("data") if self.mesh is not None else 0
+        self.data_rank = self.mesh.data.get_local_rank() if self.mesh is not None else 0
         precision = precision_of(config)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
         # Split before it has memory, so that no rank holds more of it than its part.

@@ -7,6 +7,7 @@ which disagree end in an error that says so and not in a wait. After a failure t
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -136,3 +137,5 @@ def _serve(pipe: Connection, parent: int, timeout_s: float) -> None:
         except BaseException as error:
             answer = (False, time.time(), "".join(traceback.format_exception(error)))
         pipe.send(answer)
+        # Models and groups hold each other; what the next piece of work finds should not depend on the last one.
+        gc.collect()
