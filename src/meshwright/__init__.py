@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from meshwright.config import RunConfig, load_config
     from meshwright.models.hf import save_hf
     from meshwright.models.spec import ModelSpec
+    from meshwright.parallel.norm import clip_grad_norm_
+    from meshwright.parallel.parallelize import parallelize
     from meshwright.strategy import Strategy
     from meshwright.trainer import Trainer, train
+    from meshwright.training.loss import cross_entropy
 
 __all__ = [
     "ModelSpec",
@@ -24,8 +27,11 @@ __all__ = [
     "Strategy",
     "Trainer",
     "__version__",
+    "clip_grad_norm_",
+    "cross_entropy",
     "load_config",
     "load_model",
+    "parallelize",
     "save_hf",
     "train",
 ]
@@ -35,12 +41,15 @@ _HOME = {
     "RunConfig": "meshwright.config",
     "Strategy": "meshwright.strategy",
     "Trainer": "meshwright.trainer",
+    "clip_grad_norm_": "meshwright.parallel.norm",
+    "cross_entropy": "meshwright.training.loss",
     "load_config": "meshwright.config",
     "load_model": "meshwright.checkpoint.load_model",
+    "parallelize": "meshwright.parallel.parallelize",
     "save_hf": "meshwright.models.hf",
     "train": "meshwright.trainer",
 }
-_NEED_TORCH = {"Trainer", "load_model", "save_hf", "train"}
+_NEED_TORCH = {"Trainer", "clip_grad_norm_", "cross_entropy", "load_model", "parallelize", "save_hf", "train"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ can give memory to its own part; one with weights keeps those of rank 0.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,11 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import ConfigError
 from meshwright.models.mixture import mixtures
 from meshwright.parallel import data, precision, recompute, tensor
 from meshwright.parallel.data import Reduction
-from meshwright.parallel.local_optimizer import BY_ELEMENT, LocalOptimizer
+from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.units import blocks_of, units_of
@@ -137,8 +137,6 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
 def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
-    import os
-
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -153,6 +151,3 @@ def _take_first_ranks_weights(model: nn.Module) -> None:
     for value in (*model.parameters(), *model.buffers()):
         if not value.is_meta:
             dist.broadcast(value.data, src=0)
-
-
-__all__ = ["BY_ELEMENT", "ConfigError", "Parallel", "parallelize"]

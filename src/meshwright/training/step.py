@@ -19,7 +19,7 @@ from meshwright.parallel.norm import clip_grad_norm_
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
-from meshwright.training.loss import IGNORED, summed_cross_entropy
+from meshwright.training.loss import IGNORED, cross_entropy
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import make_optimizer
 from meshwright.training.precision import precision_of
@@ -70,7 +70,7 @@ class TrainingStep:
         for index in range(len(tokens)):
             with self.parallel.micro_step(last=index == len(tokens) - 1):
                 logits = self.parallel(inputs[index], samples_B=samples[index])
-                loss = summed_cross_entropy(logits, targets[index]) / valid
+                loss = cross_entropy(logits, targets[index], "sum") / valid
                 (loss * scale).backward()
             losses.append(loss.detach())
         norm = clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip, scale=scale)
@@ -98,7 +98,7 @@ class TrainingStep:
     def evaluate(self, tokens: Tensor) -> Tensor:
         """The loss of this rank's sequences, summed over their tokens, and how many tokens that is."""
         tokens = tokens.to(self.world.device)
-        loss = summed_cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+        loss = cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:], "sum")
         return torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
 
     def sum(self, values: Tensor) -> Tensor:
