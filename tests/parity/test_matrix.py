@@ -1,0 +1,85 @@
+"""Every strategy computes what one process computes: ZeRO x tensor x sequence parallel x recompute x precision.
+
+Float64 cases compare losses and gradient norms to 1e-9 and all final weights, after five steps of AdamW with clipping
+and accumulation. A case is named by what it runs.
+"""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+
+from meshwright.strategy import Strategy
+from meshwright.verify.parity import Case, Prover
+from tests.parity.conftest import SPECS
+
+
+def ranks_of(strategy: str) -> int:
+    ranks = Strategy.processes(strategy)
+    assert ranks is not None
+    return ranks
+
+
+def crossed() -> list[tuple[str, str, int]]:
+    """Every ZeRO stage with every tensor-parallel degree; shapes, recompute and micro-steps take turns."""
+    shapes, recompute, micro_steps = cycle(SPECS), cycle(["none", "full", "selective", "first:1"]), cycle([2, 1, 4])
+    cases = []
+    for zero in range(4):
+        for split in ("", "tp=2", "tp=2 sp=off", "tp=4", "tp=4 sp=off"):
+            strategy = f"dp=2 zero={zero} {split} recompute={next(recompute)}"
+            cases.append((next(shapes), strategy, next(micro_steps)))
+    return cases
+
+
+TOGETHER = ["dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=1 tp=2", "dp=1 tp=4", "dp=1 tp=4 sp=off"]
+HYBRID = [f"dp=4 zero={zero} replicate=2 {tp}" for zero in (1, 2, 3) for tp in ("", "tp=2")]
+APART = [
+    "dp=2 offload=optimizer",
+    "dp=1 offload=optimizer",
+    "dp=2 zero=1 tp=2 offload=optimizer",
+    "dp=2 zero=2 offload=parameters",
+    "dp=2 zero=3 tp=2 offload=parameters recompute=full",
+    "dp=2 zero=3 wrap=size:3000",
+    "dp=2 zero=3 wrap=name:self_attn+mlp+embed_tokens",
+    "dp=2 zero=2 tp=2 wrap=name:self_attn+mlp+embed_tokens+lm_head",
+    "dp=3 zero=3",
+    "dp=1 tp=8",
+    "dp=8 zero=1",
+]
+
+FLOAT64 = [
+    *crossed(),
+    *((shape, strategy, 2) for strategy in TOGETHER for shape in SPECS),
+    *((shape, strategy, 2) for shape, strategy in zip(cycle(SPECS), HYBRID, strict=False)),
+    *((shape, strategy, 1) for shape, strategy in zip(cycle(["tied", "gqa", "experts", "gpt"]), APART, strict=False)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "strategy", "micro_steps"), FLOAT64)
+def test_float64_equals_one_process(shape: str, strategy: str, micro_steps: int, prover: Prover) -> None:
+    ranks = ranks_of(strategy)
+    batch = 24 if "dp=3" in strategy else 8
+    case = Case(SPECS[shape], strategy, ranks, micro_steps=micro_steps, batch=batch)
+    assert prover.differences(case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("shape", "strategy"),
+    [
+        ("gqa", "dp=2"),
+        ("tied", "dp=2 zero=1"),
+        ("gpt", "dp=2 zero=2 recompute=full"),
+        ("few-kv", "dp=4 zero=3 replicate=2"),
+        ("gqa", "dp=1 tp=2"),
+        ("tied", "dp=2 tp=2 sp=off recompute=selective"),
+        ("few-kv", "dp=2 zero=1 tp=2"),
+        ("gqa", "dp=2 zero=3 tp=2 offload=parameters"),
+    ],
+)
+def test_narrow_precision_equals_one_process(shape: str, strategy: str, precision: str, prover: Prover) -> None:
+    case = Case(SPECS[shape], strategy, ranks_of(strategy), precision)
+    assert prover.differences(case) == []
