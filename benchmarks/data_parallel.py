@@ -65,6 +65,7 @@ SPEC = ModelSpec(
     num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=4,
+    head_dim=16,
     max_position_embeddings=64,
 )
 BATCH, TOKENS, BATCHES = 16, 64, 8
@@ -72,6 +73,12 @@ BATCH, TOKENS, BATCHES = 16, 64, 8
 CONFIG = RunConfig.model_validate({"run": {"seed": 1}, "train": {"lr": 3e-3, "schedule": "constant"}}, strict=False)
 PACKAGES = {"PyTorch": "torch", "DeepSpeed": "deepspeed", "Accelerate": "accelerate", "Fabric": "lightning"}
 """Who is compared with, and the package to install for it."""
+
+WARM_UP = 5
+"""Steps that everybody takes before the first block, and whose losses must agree."""
+
+Times = tuple[float, float]
+"""Wall time and processor time, in seconds."""
 
 Step = Callable[[int], float]
 """Takes the number of a step, trains, and gives the loss."""
@@ -160,7 +167,8 @@ def shard(model: Decoder, reshard_after_forward: bool) -> Decoder:
     """FSDP2 as its tutorial applies it: every block, then the root."""
     for block in model.model.layers.values():
         fully_shard(block, reshard_after_forward=reshard_after_forward)
-    return fully_shard(model, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, reshard_after_forward=reshard_after_forward)
+    return model
 
 
 def pytorch_step(form: str, world: World, batches: list[Tensor]) -> Step:
@@ -248,17 +256,32 @@ def make_batches(world: World) -> list[Tensor]:
     return [(tokens**2 // SPEC.vocab_size)[mine].clone() for tokens in rows]
 
 
-def run_block(contender: Contender, steps: int) -> float:
-    """Seconds that the slowest rank takes for a block of steps."""
+def run_steps(contender: Contender, steps: int) -> Times:
+    """Let a contender take some steps: the slowest rank's wall time, and the processor time of all ranks."""
     F.linear = contender.linear
     dist.barrier()
-    started = time.perf_counter()
+    wall, processor = time.perf_counter(), time.process_time()
     losses = [contender.step(contender.taken + index) for index in range(steps)]
-    seconds = torch.tensor(time.perf_counter() - started)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    contender.losses = contender.losses or losses
+    slowest = torch.tensor(time.perf_counter() - wall)
+    total = torch.tensor(time.process_time() - processor)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(total)
+    contender.losses += losses[: WARM_UP - contender.taken]
     contender.taken += steps
-    return seconds.item()
+    return slowest.item(), total.item()
+
+
+def run_blocks(own: Contender, peer: Contender, turns: int, steps: int, own_first: bool) -> tuple[Times, Times]:
+    """A block of each of the two, in turns: AB, BA, AB, ..., so that what disturbs the machine meets both."""
+    taken: dict[bool, list[Times]] = {True: [], False: []}
+    for turn in range(turns):
+        first = own_first == (turn % 2 == 0)
+        for is_own in (first, not first):
+            taken[is_own].append(run_steps(own if is_own else peer, steps))
+    (own_wall, own_processor), (peer_wall, peer_processor) = (
+        tuple(map(sum, zip(*taken[is_own], strict=True))) for is_own in (True, False)
+    )
+    return (own_wall, own_processor), (peer_wall, peer_processor)
 
 
 def check_same_work(contenders: dict[tuple[str, str], Contender], world: World) -> None:
@@ -274,8 +297,8 @@ def check_same_work(contenders: dict[tuple[str, str], Contender], world: World) 
             raise RuntimeError(f"{name} computes other losses: {losses.tolist()}, not {expected.tolist()}")
 
 
-def measure(world: World, comparisons: Sequence[Comparison], blocks: int, steps: int, result: Path) -> None:
-    """On each rank: pairs of block times (Meshwright, peer) of every comparison; the first rank writes them down."""
+def measure(world: World, comparisons: Sequence[Comparison], blocks: int, turns: int, steps: int, result: Path) -> None:
+    """On each rank: the times of every comparison's pairs of blocks; the first rank writes them down."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     batches = make_batches(world)
@@ -286,26 +309,24 @@ def measure(world: World, comparisons: Sequence[Comparison], blocks: int, steps:
         contenders[name] = Contender(BUILDERS[name[0]](name[1], world, batches), F.linear)
         F.linear = plain
     for contender in contenders.values():
-        run_block(contender, steps)
+        run_steps(contender, WARM_UP)
     check_same_work(contenders, world)
     # One contender's garbage collection should not walk through the modules of all others.
     gc.collect()
     gc.freeze()
-    pairs: list[list[tuple[float, float]]] = [[] for _ in sides]
+    pairs: list[list[tuple[Times, Times]]] = [[] for _ in sides]
     for block in range(blocks):
         for place in range(len(sides)):
             index = (block + place) % len(sides)
-            order = sides[index] if block % 2 else sides[index][::-1]
-            seconds = {name: run_block(contenders[name], steps) for name in order}
-            pairs[index].append((seconds[sides[index][0]], seconds[sides[index][1]]))
+            own, peer = (contenders[name] for name in sides[index])
+            pairs[index].append(run_blocks(own, peer, turns, steps, own_first=block % 2 == 0))
     if world.is_first:
         result.write_text(json.dumps(pairs))
 
 
-def interval(pairs: Sequence[tuple[float, float]], rounds: int = 10_000) -> tuple[float, float, float]:
-    """The median of the pairs' ratios and its 95% interval by bootstrap."""
+def interval(ratios: Sequence[float], rounds: int = 10_000) -> tuple[float, float, float]:
+    """The median and its 95% interval by bootstrap."""
     draw = random.Random(0)
-    ratios = [own / peer for own, peer in pairs]
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(rounds))
     return statistics.median(ratios), medians[int(0.025 * rounds)], medians[int(0.975 * rounds)]
 
@@ -323,38 +344,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default 2 4)")
     parser.add_argument("--blocks", type=int, default=20, help="pairs of blocks of each comparison (default 20)")
-    parser.add_argument("--steps", type=int, default=5, help="steps a block (default 5)")
+    parser.add_argument("--turns", type=int, default=4, help="turns a pair of blocks (default 4)")
+    parser.add_argument("--steps", type=int, default=2, help="steps a turn (default 2)")
     parser.add_argument("--peers", nargs="+", default=list(PACKAGES), choices=list(PACKAGES))
     options = parser.parse_args()
     wanted = [c for c in COMPARISONS if c.peer in options.peers]
     present = [c for c in wanted if installed(c.peer)]
     shape = f"{SPEC.num_hidden_layers} layers of {SPEC.hidden_size}, batch {BATCH} x {TOKENS}"
-    blocks = f"{options.blocks} pairs of blocks of {options.steps} steps"
+    per_block = options.turns * options.steps
+    blocks = f"{options.blocks} pairs of blocks of {per_block} steps"
     table = Table(title=f"Meshwright {__version__} / peer: {shape}, gloo, 1 thread a rank, {blocks}")
-    for column in ("ranks", "Meshwright", "peer", "ms/step", "peer's", "ratio", "95% interval", "bar", ""):
+    for column in ("ranks", "Meshwright", "peer", "ms/step", "peer's", "ratio", "95% interval", "bar", "", "processor"):
         table.add_column(column, justify="left" if column == "peer" else "right")
     for ranks in options.ranks:
         with tempfile.TemporaryDirectory() as scratch:
             result = Path(scratch) / "pairs.json"
-            work = partial(measure, comparisons=present, blocks=options.blocks, steps=options.steps, result=result)
-            run_ranks(work, ranks, device="cpu")
+            counts = {"blocks": options.blocks, "turns": options.turns, "steps": options.steps}
+            run_ranks(partial(measure, comparisons=present, result=result, **counts), ranks, device="cpu")
             found = dict(zip(present, json.loads(result.read_text()), strict=True))
         for c in wanted:
-            if c not in found:
-                table.add_row(
-                    str(ranks), c.strategy, f"{c.peer} {c.form}: not installed; pip install {PACKAGES[c.peer]}"
-                )
-                continue
-            own, peer = (statistics.median(times) * 1000 / options.steps for times in zip(*found[c], strict=True))
-            middle, low, high = interval(found[c])
-            table.add_row(
-                str(ranks),
-                f"dp={ranks} {c.strategy}",
-                f"{c.peer} {installed(c.peer)} {c.form}",
-                *(f"{own:.1f}", f"{peer:.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{c.limit:.2f}"),
-                "met" if high <= c.limit else "not met",
-            )
-    Terminal().print(table)
+            name = f"{c.peer} {installed(c.peer) or ''} {c.form}"
+            if c in found:
+                table.add_row(str(ranks), c.strategy, name, *cells(found[c], per_block, c.limit))
+            else:
+                table.add_row(str(ranks), c.strategy, f"{name}: not installed; pip install {PACKAGES[c.peer]}")
+    # Wide enough for the table, also where the output is a file.
+    Terminal(width=max(Terminal().width, 130)).print(table)
+
+
+def cells(pairs: Sequence[tuple[Times, Times]], steps: int, limit: float) -> tuple[str, ...]:
+    """What the table says of a comparison."""
+    own, peer = (statistics.median(pair[side][0] for pair in pairs) * 1000 / steps for side in (0, 1))
+    middle, low, high = interval([own[0] / peer[0] for own, peer in pairs])
+    processor = statistics.median(own[1] / peer[1] for own, peer in pairs)
+    met = "met" if high <= limit else "not met"
+    ratio = (f"{middle:.3f}", f"{low:.3f} to {high:.3f}", f"{limit:.2f}", met)
+    return (f"{own:.1f}", f"{peer:.1f}", *ratio, f"{processor:.3f}")
 
 
 if __name__ == "__main__":

@@ -34,9 +34,7 @@ SPECS = {
     # The vocabulary and the feed-forward's width are divisible by neither 2 nor 4.
     "gqa": ModelSpec(**_SHAPE),
     "tied": ModelSpec(**_SHAPE, tie_word_embeddings=True),
-    "gpt": ModelSpec(
-        **{**_SHAPE, **_GPT}, bias=("q", "k", "v", "o", "up", "down"), tie_word_embeddings=True
-    ),
+    "gpt": ModelSpec(**{**_SHAPE, **_GPT}, bias=("q", "k", "v", "o", "up", "down"), tie_word_embeddings=True),
     "few-kv": ModelSpec(**{**_SHAPE, "num_key_value_heads": 1}, qk_norm=True, bias=("q", "k", "v", "head")),
     "experts": ModelSpec(**_SHAPE, experts=_EXPERTS),
 }

@@ -2,7 +2,8 @@
 
 Starting ranks takes most of the time of a small proof: they are forked after everything is imported, and every piece
 of work takes as many of them as it needs. Collectives are checked (TORCH_DISTRIBUTED_DEBUG=DETAIL), so that ranks
-which disagree end in an error that says so and not in a wait. After a failure the ranks are replaced.
+which disagree end in an error that says so and not in a wait. After a failure the ranks are replaced, and so they are
+when too many threads have gathered in them: caches of torch keep some process groups, with their threads, for good.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from meshwright.parallel.torch_releases import FileStore, set_debug_level_from_e
 from meshwright.parallel.world import join_world
 
 Result = TypeVar("Result")
+
+MOST_THREADS = 60
+"""How many threads a rank may have before it is replaced."""
 
 
 class RankPool:
@@ -57,10 +61,13 @@ class RankPool:
         for rank, (_, pipe) in enumerate(taken):
             pipe.send((work, rank, ranks, store, inputs))
         try:
-            return self._results(taken)
+            results = self._results(taken)
         except BaseException:
             self.close()
             raise
+        if max(_threads(process) for process, _ in self._ranks) > MOST_THREADS:
+            self.close()
+        return results
 
     def close(self) -> None:
         """End the ranks."""
@@ -115,6 +122,11 @@ class RankPool:
         if waiting:
             raise RankError(f"ranks {sorted(waiting.values())} of {len(taken)} gave no result in {self.timeout_s:g} s")
         return [results[rank] for rank in range(len(taken))]
+
+
+def _threads(process: BaseProcess) -> int:
+    tasks = Path(f"/proc/{process.pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _serve(pipe: Connection, parent: int, timeout_s: float) -> None:
