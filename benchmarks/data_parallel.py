@@ -99,7 +99,7 @@ COMPARISONS = (
     Comparison("zero=0", "PyTorch", "DDP", 1.05),
     Comparison("zero=0", "Accelerate", "DDP", 1.05),
     Comparison("zero=0", "Fabric", "DDP", 1.05),
-    Comparison("zero=2", "PyTorch", "fully_shard, gathered once", 1.05),
+    Comparison("zero=2", "PyTorch", "fully_shard, kept whole", 1.05),
     Comparison("zero=2", "DeepSpeed", "stage 2", 1.0),
     Comparison("zero=3", "PyTorch", "fully_shard", 1.05),
     Comparison("zero=3", "DeepSpeed", "stage 3, all sharded", 1.0),
@@ -369,7 +369,7 @@ def main() -> None:
             else:
                 table.add_row(str(ranks), c.strategy, f"{name}: not installed; pip install {PACKAGES[c.peer]}")
     # Wide enough for the table, also where the output is a file.
-    Terminal(width=max(Terminal().width, 130)).print(table)
+    Terminal(width=max(Terminal().width, 140)).print(table)
 
 
 def cells(pairs: Sequence[tuple[Times, Times]], steps: int, limit: float) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
@@ -56,8 +55,6 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 # 2.13 has new names for them and warns of the old ones.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-# Before 2.13 the functional form of this one does not know gloo.
-_GLOO_SCATTERS = hasattr(functional, "reduce_scatter_single")
 
 # The functional collectives: they give new tensors, so that recomputation may keep their results and compilers may
 # see through them. Their results are waited for here.
@@ -75,11 +72,6 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    if not _GLOO_SCATTERS and x.device.type == "cpu":
-        parts = torch.stack(x.chunk(group.size(), dim))
-        part = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(part, parts, group=group)
-        return part
     return _wait(_scatter(x.contiguous(), "sum", dim, group))
 
 

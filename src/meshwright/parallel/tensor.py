@@ -156,8 +156,26 @@ class _Splitter:
         return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
+class _Part(torch.autograd.Function):
+    """This rank's part of a parameter; its gradient lies in the whole as the parameter does.
+
+    `DTensor.to_local` would do, but gives uneven parts gradients of another stride before torch 2.13.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.layout = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        return parameter.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        mesh, placements, shape, stride = ctx.layout
+        part = gradients[0].contiguous()
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return _Part.apply(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _region(module: nn.Module, splitter: _Splitter, _: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
     FileStore,
@@ -14,12 +15,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
     get_debug_level,
     new_group,
     set_debug_level,
-    set_debug_level_from_env,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store", "group_for_ddp", "set_debug_level_from_env"]
+__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store", "check_collectives", "group_for_ddp"]
 
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 # 2.13 renamed the argument and warns of the old name.
@@ -27,6 +28,15 @@ BUFFERS_STAY_LOCAL: dict[str, Any] = (
     {"forward_sync_buffers": False} if "forward_sync_buffers" in _DDP_ARGUMENTS else {"broadcast_buffers": False}
 )
 """Arguments with which DistributedDataParallel leaves buffers alone in forward passes."""
+
+
+def check_collectives() -> None:
+    """From now on, process groups of this process check that ranks agree on what they do.
+
+    Before 2.13 such groups lack the collectives that DTensors use over gloo, and nothing is checked.
+    """
+    if _RELEASE >= (2, 13):
+        set_debug_level(DebugLevel.DETAIL)
 
 
 def group_for_ddp(group: ProcessGroup) -> ProcessGroup:

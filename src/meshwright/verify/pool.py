@@ -1,9 +1,9 @@
 """A pool of ranks that is started once and runs many small pieces of distributed work, each in a group of its own.
 
 Starting ranks takes most of the time of a small proof: they are forked after everything is imported, and every piece
-of work takes as many of them as it needs. Collectives are checked (TORCH_DISTRIBUTED_DEBUG=DETAIL), so that ranks
-which disagree end in an error that says so and not in a wait. After a failure the ranks are replaced, and so they are
-when too many threads have gathered in them: caches of torch keep some process groups, with their threads, for good.
+of work takes as many of them as it needs. Collectives are checked (torch's debug level DETAIL), so that ranks which
+disagree end in an error that says so and not in a wait. After a failure the ranks are replaced, and so they are when
+too many threads have gathered in them: caches of torch keep some process groups, with their threads, for good.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from meshwright.launch.local import RankError, may_fork
-from meshwright.parallel.torch_releases import FileStore, set_debug_level_from_env
+from meshwright.parallel.torch_releases import FileStore, check_collectives
 from meshwright.parallel.world import join_world
 
 Result = TypeVar("Result")
@@ -132,8 +132,7 @@ def _threads(process: BaseProcess) -> int:
 def _serve(pipe: Connection, parent: int, timeout_s: float) -> None:
     """The life of a rank: work, answer, wait for more."""
     torch.set_num_threads(1)
-    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-    set_debug_level_from_env()
+    check_collectives()
     while True:
         while not pipe.poll(1.0):
             if os.getppid() != parent:
