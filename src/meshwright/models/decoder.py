@@ -15,31 +15,7 @@ from meshwright.models.feed_forward import FeedForward
 from meshwright.models.mixture import Mixture
 from meshwright.models.rope import angles
 from meshwright.models.spec import ModelSpec
-
-TENSOR_PLAN = {
-    "model.embed_tokens": "vocabulary",
-    "model.embed_positions": "lookup",
-    "model.embedding_dropout": "dropout",
-    "model.layers.*.input_layernorm": "tokens",
-    "model.layers.*.self_attn": "region",
-    "model.layers.*.self_attn.q_proj": "column",
-    "model.layers.*.self_attn.k_proj": "heads:{spec.num_key_value_heads}",
-    "model.layers.*.self_attn.v_proj": "heads:{spec.num_key_value_heads}",
-    "model.layers.*.self_attn.o_proj": "row",
-    "model.layers.*.self_attn.?_norm": "shared",
-    "model.layers.*.attention_dropout": "dropout",
-    "model.layers.*.post_attention_layernorm": "tokens",
-    "model.layers.*.mlp": "region",
-    "model.layers.*.mlp.gate": "shared",
-    "model.layers.*.mlp.experts": "experts",
-    "model.layers.*.mlp*.gate_proj": "column",
-    "model.layers.*.mlp*.up_proj": "column",
-    "model.layers.*.mlp*.down_proj": "row",
-    "model.layers.*.mlp_dropout": "dropout",
-    "model.norm": "tokens",
-    "lm_head": "head",
-}
-"""How tensor parallel splits each module; `parallel/tensor.py` says what the words mean."""
+from meshwright.models.tensor_plan import tensor_plan
 
 
 class Dropout(nn.Module):
@@ -139,7 +115,7 @@ class Decoder(nn.Module):
     @property
     def tensor_plan(self) -> dict[str, str]:
         """How tensor parallel splits each module of this shape."""
-        return {module: rule.format(spec=self.spec) for module, rule in TENSOR_PLAN.items()}
+        return tensor_plan(self.spec)
 
     def forward(
         self,

@@ -19,10 +19,11 @@ from meshwright.errors import CheckpointError
 from meshwright.models.decoder import Decoder
 from meshwright.models.hf_config import config_from_spec, read_json, read_spec
 from meshwright.models.hf_files import TensorFiles, open_files, write_files
-from meshwright.models.hf_weights import EMBEDDING, HEAD, Dialect, Piece, pieces, pieces_to_read, shapes_of
+from meshwright.models.hf_weights import EMBEDDING, HEAD, Dialect, Piece, pieces, pieces_to_read
 from meshwright.models.initialize import build_empty
 from meshwright.models.mixture import mixtures
 from meshwright.models.parts import part_like
+from meshwright.models.shapes import shapes_of
 
 __all__ = ["fill_from_hf", "load_hf", "read_spec", "save_hf"]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.errors import CheckpointError
-from meshwright.models.decoder import Decoder
+from meshwright.models.shapes import shapes_of
 from meshwright.models.spec import ModelSpec
 
 Part = tuple[slice | int, ...]
@@ -65,12 +65,6 @@ def dialect_of(names: Iterable[str]) -> Dialect:
     names = list(names)
     prefix = "transformer." if any(name.startswith("transformer.") for name in names) else ""
     return Dialect(prefix, any(name.endswith(".experts.gate_up_proj") for name in names))
-
-
-def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters of the spec's decoder; tied weights once."""
-    with torch.device("meta"):
-        return {name: tuple(parameter.shape) for name, parameter in Decoder(spec).named_parameters()}
 
 
 def pieces(spec: ModelSpec, dialect: Dialect) -> Iterator[Piece]:

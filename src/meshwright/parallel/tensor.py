@@ -21,9 +21,8 @@ they go; nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -33,7 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from meshwright.cuts import part
 from meshwright.errors import ConfigError
+from meshwright.models.tensor_plan import Rule, cut_dimension, rule_of
 from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_tokens
 from meshwright.parallel.reads import Transform, around_forward, read_through
 from meshwright.torch_private import parameters_of
@@ -77,8 +78,7 @@ class Axis:
 
     def own_part(self, length: int) -> slice:
         """This rank's part of a dimension of that length, cut as DTensors are."""
-        longest = -(-length // self.size)
-        return slice(min(self.rank * longest, length), min((self.rank + 1) * longest, length))
+        return part(length, self.size, self.rank)
 
     def sum_gradient(self, parameter: Tensor) -> Tensor:
         """A parameter of which every rank sees a part of the gradient."""
@@ -87,15 +87,6 @@ class Axis:
     def sum_gradient_of_tokens(self, parameter: Tensor) -> Tensor:
         """A parameter that works on this rank's tokens, where tokens are split."""
         return copy(parameter, self.group) if self.split else parameter
-
-
-def rule_of(plan: Mapping[str, str], module: str) -> tuple[str, int] | None:
-    """The table's word for a module, and the number behind it."""
-    for pattern, rule in plan.items():
-        if fnmatchcase(module, pattern):
-            word, _, number = rule.partition(":")
-            return word, int(number or 0)
-    return None
 
 
 def check(model: nn.Module) -> None:
@@ -109,10 +100,10 @@ def check(model: nn.Module) -> None:
         )
     for name, module in model.named_modules():
         rule = rule_of(plan, name)
-        if rule is not None and rule[0] not in _RULES:
-            raise ConfigError(f"{kind}.tensor_plan has no rule '{rule[0]}' for {name}; rules are {', '.join(_RULES)}")
+        if rule is not None and rule.word not in _RULES:
+            raise ConfigError(f"{kind}.tensor_plan has no rule '{rule.word}' for {name}; rules are {', '.join(_RULES)}")
         held = [parameter for parameter, value in parameters_of(module).items() if value is not None]
-        if held and (rule is None or rule[0] == "region"):
+        if held and (rule is None or rule.word == "region"):
             raise ConfigError(
                 f"no rule of {kind}.tensor_plan covers the parameter {name}.{held[0]}; "
                 f"give '{name}' one of {', '.join(_RULES)}, or use tp=1"
@@ -126,7 +117,7 @@ def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     for name, module in model.named_modules():
         rule = rule_of(plan, name)
         if rule is not None:
-            _RULES[rule[0]](module, splitter, rule[1])
+            _RULES[rule.word](module, splitter, rule)
 
 
 class _Splitter:
@@ -136,15 +127,17 @@ class _Splitter:
         self.axis = axis
         self._done: dict[nn.Parameter, nn.Parameter] = {}
 
-    def hold(self, module: nn.Module, name: str, placement: Placement, *reads: Transform) -> None:
-        """Store a parameter so, if the module has it; the module's code sees this rank's part, through `reads`."""
-        parameter = parameters_of(module).get(name)
-        if parameter is None:
-            return
-        if parameter not in self._done:
-            self._done[parameter] = self._split(parameter, placement)
-        parameters_of(module)[name] = self._done[parameter]
-        read_through(module, name, _local, *reads)
+    def hold(self, module: nn.Module, rule: Rule, *reads: Transform, only: str | None = None) -> None:
+        """Store the module's parameters as the rule says; its code sees this rank's parts, through `reads`."""
+        for name, parameter in list(parameters_of(module).items()):
+            if parameter is None or only not in (None, name):
+                continue
+            if parameter not in self._done:
+                dimension = cut_dimension(rule, name, self.axis.size)
+                placement: Placement = Replicate() if dimension is None else Shard(dimension)
+                self._done[parameter] = self._split(parameter, placement)
+            parameters_of(module)[name] = self._done[parameter]
+            read_through(module, name, _local, *reads)
 
     def _split(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         part = parameter.detach()
@@ -178,7 +171,7 @@ def _local(parameter: Tensor) -> Tensor:
     return _Part.apply(parameter) if isinstance(parameter, DTensor) else parameter
 
 
-def _region(module: nn.Module, splitter: _Splitter, _: int) -> None:
+def _region(module: nn.Module, splitter: _Splitter, _: Rule) -> None:
     axis = splitter.axis
 
     def forward(inner: Forward, x_BTC: Tensor, *rest: object) -> Tensor:
@@ -187,63 +180,49 @@ def _region(module: nn.Module, splitter: _Splitter, _: int) -> None:
     around_forward(module, forward)
 
 
-def _column(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    splitter.hold(module, "weight", Shard(0))
-    splitter.hold(module, "bias", Shard(0))
+def _cut(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    splitter.hold(module, rule)
 
 
-def _row(module: nn.Module, splitter: _Splitter, _: int) -> None:
+def _row(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
     axis = splitter.axis
-    splitter.hold(module, "weight", Shard(1))
+    splitter.hold(module, rule, only="weight")
     # The ranks' outputs are added up, and with them their shares of the bias.
-    splitter.hold(module, "bias", Replicate(), axis.sum_gradient, lambda bias: bias / axis.size)
+    splitter.hold(module, rule, axis.sum_gradient, lambda bias: bias / axis.size, only="bias")
 
 
-def _heads(module: nn.Module, splitter: _Splitter, heads: int) -> None:
-    axis = splitter.axis
+def _heads(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    axis, heads = splitter.axis, rule.number
     if heads % axis.size == 0:
-        _column(module, splitter, 0)
+        splitter.hold(module, rule)
         return
     mine = axis.rank * heads // axis.size
-
-    def own_head(rows: Tensor) -> Tensor:
-        return rows.chunk(heads)[mine]
-
-    for name in ("weight", "bias"):
-        splitter.hold(module, name, Replicate(), axis.sum_gradient, own_head)
+    splitter.hold(module, rule, axis.sum_gradient, lambda rows: rows.chunk(heads)[mine])
 
 
-def _shared(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    for name in parameters_of(module):
-        splitter.hold(module, name, Replicate(), splitter.axis.sum_gradient)
+def _shared(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    splitter.hold(module, rule, splitter.axis.sum_gradient)
 
 
-def _experts(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    for name in parameters_of(module):
-        splitter.hold(module, name, Shard(2 if name == "down_proj" else 1))
+def _tokens(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    splitter.hold(module, rule, splitter.axis.sum_gradient_of_tokens)
 
 
-def _tokens(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    for name in parameters_of(module):
-        splitter.hold(module, name, Replicate(), splitter.axis.sum_gradient_of_tokens)
-
-
-def _lookup(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    _tokens(module, splitter, 0)
+def _lookup(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    _tokens(module, splitter, rule)
     around_forward(module, lambda inner, positions_BT: inner(splitter.axis.own_tokens(positions_BT)))
 
 
-def _dropout(module: nn.Module, splitter: _Splitter, _: int) -> None:
+def _dropout(module: nn.Module, splitter: _Splitter, _: Rule) -> None:
     def forward(inner: Forward, x_BTC: Tensor, keys_BT: Tensor | None) -> Tensor:
         return inner(x_BTC, keys_BT if keys_BT is None else splitter.axis.own_tokens(keys_BT))
 
     around_forward(module, forward)
 
 
-def _vocabulary(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    assert isinstance(module, nn.Embedding)
+def _vocabulary(module: nn.Embedding, splitter: _Splitter, rule: Rule) -> None:
     axis, rows = splitter.axis, splitter.axis.own_part(module.num_embeddings)
-    splitter.hold(module, "weight", Shard(0))
+    splitter.hold(module, rule)
 
     def forward(_: Forward, tokens_BT: Tensor) -> Tensor:
         axis.begin(tokens_BT.shape[1], module.training)
@@ -257,10 +236,9 @@ def _vocabulary(module: nn.Module, splitter: _Splitter, _: int) -> None:
     around_forward(module, forward)
 
 
-def _head(module: nn.Module, splitter: _Splitter, _: int) -> None:
-    assert isinstance(module, nn.Linear)
+def _head(module: nn.Linear, splitter: _Splitter, rule: Rule) -> None:
     axis, vocabulary = splitter.axis, module.out_features
-    _column(module, splitter, 0)
+    splitter.hold(module, rule)
 
     def forward(inner: Forward, x_BTC: Tensor) -> Tensor:
         logits = inner(axis.enter(x_BTC))
@@ -271,13 +249,13 @@ def _head(module: nn.Module, splitter: _Splitter, _: int) -> None:
     around_forward(module, forward)
 
 
-_RULES: dict[str, Callable[[Any, _Splitter, int], None]] = {
+_RULES: dict[str, Callable[[Any, _Splitter, Rule], None]] = {
     "region": _region,
-    "column": _column,
+    "column": _cut,
     "row": _row,
     "heads": _heads,
     "shared": _shared,
-    "experts": _experts,
+    "experts": _cut,
     "vocabulary": _vocabulary,
     "head": _head,
     "tokens": _tokens,
