@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -22,6 +23,7 @@ __all__ = [
     "parameters_of",
     "reduce_scatter",
     "replicate",
+    "resolve_group",
     "shard_within",
 ]
 
@@ -50,6 +52,11 @@ def is_shard(placement: Placement) -> bool:
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The parameters that a module itself stores, whatever reading them by name gives."""
     return module._parameters
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 # 2.13 has new names for them and warns of the old ones.

@@ -20,6 +20,7 @@ from meshwright.errors import CheckpointError
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import build
 from meshwright.models.presets import preset
+from meshwright.parallel.parallelize import parallelize
 from meshwright.training.optimizer import make_optimizer
 
 Files = dict[str, dict[str, Tensor]]
@@ -58,11 +59,11 @@ def test_training_state_comes_back_so_that_the_next_step_is_the_same(tmp_path: P
         return loss
 
     model = build(preset("tiny"), dtype=torch.float64)
-    optimizer = make_optimizer(model, TrainSection())
+    optimizer = make_optimizer(parallelize(model, "dp=1"), TrainSection())
     step(model, optimizer)
     saved = save(tmp_path, 1, gather_state(model, optimizer))
     other = build(preset("tiny"), seed=9, dtype=torch.float64)
-    other_optimizer = make_optimizer(other, TrainSection())
+    other_optimizer = make_optimizer(parallelize(other, "dp=1"), TrainSection())
     restore_model(other, saved, read_manifest(saved))
     restore_optimizer(other, other_optimizer, saved, read_manifest(saved))
     for _ in range(3):
@@ -157,7 +158,8 @@ def test_a_saved_step_is_never_overwritten(tmp_path: Path, files: Files) -> None
 def test_load_model_finds_presets_runs_and_checkpoints(tmp_path: Path) -> None:
     model = load_model("tiny", seed=5)
     assert model(torch.arange(6)[None]).shape == (1, 6, model.spec.vocab_size)
-    folder = save(tmp_path / "checkpoints", 4, gather_state(model, make_optimizer(model, TrainSection())))
+    optimizer = make_optimizer(parallelize(model, "dp=1"), TrainSection())
+    folder = save(tmp_path / "checkpoints", 4, gather_state(model, optimizer))
     for place in (tmp_path, folder):
         assert load_model(place).lm_head.weight.equal(model.lm_head.weight)
     with pytest.raises(CheckpointError, match="neither a folder nor a preset"):

@@ -1,4 +1,4 @@
-"""AdamW's decay groups, clipping, and what one step of the loop adds up."""
+"""AdamW's decay groups, and what one step of the loop adds up."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from meshwright.config import TrainSection, load_config
 from meshwright.models.initialize import build
 from meshwright.models.presets import preset
+from meshwright.parallel.parallelize import parallelize
 from meshwright.training.loop import TrainingLoop
-from meshwright.training.optimizer import clip_gradients, make_optimizer
+from meshwright.training.optimizer import make_optimizer
 
 
 def test_matrices_decay_and_norms_and_biases_do_not() -> None:
@@ -20,26 +21,10 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     for parameter in model.parameters():
         parameter.data.fill_(1.0)
         parameter.grad = torch.zeros_like(parameter)
-    make_optimizer(model, TrainSection(lr=0.5, weight_decay=0.1)).step()
+    make_optimizer(parallelize(model, "dp=1"), TrainSection(lr=0.5, weight_decay=0.1)).step()
     for name, parameter in model.named_parameters():
         expected = 1.0 if "norm" in name or name.endswith("bias") else 0.95
         assert parameter.unique().tolist() == pytest.approx([expected]), name
-
-
-def test_clipping_scales_all_gradients_to_the_largest_norm() -> None:
-    weights = [torch.zeros(2, 2, requires_grad=True), torch.zeros(3, requires_grad=True), torch.zeros(5)]
-    weights[0].grad, weights[1].grad = torch.full((2, 2), 2.0), torch.tensor([0.0, 3.0, 0.0])
-    assert float(clip_gradients(weights, 2.5)) == 5.0
-    assert float(torch.cat([w.grad.flatten() for w in weights if w.grad is not None]).norm()) == pytest.approx(2.5)
-    assert float(weights[1].grad[1]) == pytest.approx(1.5)
-
-
-def test_gradients_are_left_alone_without_or_below_a_limit() -> None:
-    for largest in (0.0, 10.0):
-        weight = torch.zeros(2, requires_grad=True)
-        weight.grad = torch.tensor([3.0, 4.0])
-        assert float(clip_gradients([weight], largest)) == 5.0
-        assert weight.grad.tolist() == [3.0, 4.0]
 
 
 def make_loop(tiny_run: list[str], folder: Path, *overrides: str) -> TrainingLoop:

@@ -14,6 +14,7 @@ from meshwright.cli.models import human_count
 from meshwright.errors import UserError
 from meshwright.models.count import count_parameters
 from meshwright.models.presets import preset, presets
+from meshwright.models.shapes import shapes_of
 
 PRESETS = presets()
 BUILDABLE = [name for name, each in PRESETS.items() if each.spec.latent_attention is None]
@@ -44,8 +45,6 @@ def test_gpt3_counts_what_its_paper_rounds_to_175_billion() -> None:
 
 @pytest.mark.parametrize("name", BUILDABLE)
 def test_the_closed_form_counts_what_the_decoder_holds(name: str) -> None:
-    from meshwright.models.hf_weights import shapes_of
-
     spec = PRESETS[name].spec
     assert count_parameters(spec).total == sum(math.prod(shape) for shape in shapes_of(spec).values())
 

@@ -1,61 +1,365 @@
-"""The strategy's short form and its refusals."""
+"""The strategy's short form: what it fills in, that it reads back, and every refusal with its way out."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
-from meshwright.strategy import Strategy
+from meshwright.models.presets import preset
+from meshwright.models.spec import ModelSpec
+from meshwright.strategy import KEYS, Strategy
+
+DEGREE = st.integers(1, 6)
+SCHEDULES = st.sampled_from(["gpipe", "1f1b", "zero-bubble", "zbv"]) | st.integers(1, 9).map("interleaved:{}".format)
+RECOMPUTE = st.sampled_from(["none", "full", "selective"]) | st.integers(1, 99).map("first:{}".format)
+NAMES = st.lists(st.from_regex(r"[a-z_]+(\.[a-z0-9_]+)*", fullmatch=True), min_size=1, max_size=3)
+WRAP = (
+    st.just("block") | st.integers(1, 10**9).map("size:{}".format) | NAMES.map(lambda names: "name:" + "+".join(names))
+)
+# Twelve heads and six key-value heads: tp=4 deals out the heads and cannot deal out the key-value heads.
+MODEL = ModelSpec(
+    vocab_size=97,
+    hidden_size=48,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=12,
+    num_key_value_heads=6,
+    max_position_embeddings=128,
+)
+
+
+@st.composite
+def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
+    """Every strategy that a short form can mean."""
+    zero, tp = draw(st.integers(0, 3)), draw(DEGREE)
+    replicate, shard = draw(DEGREE), draw(DEGREE) if zero else 1
+    return Strategy(
+        pp=draw(DEGREE),
+        replicate=replicate,
+        shard=shard,
+        cp=draw(DEGREE),
+        tp=tp,
+        ep=draw(st.sampled_from([n for n in range(1, replicate * shard + 1) if replicate * shard % n == 0])),
+        zero=zero,
+        sp=draw(st.booleans()) if tp > 1 else False,
+        schedule=draw(SCHEDULES),
+        cp_method=draw(st.sampled_from(["ring", "ulysses"])),
+        recompute=draw(RECOMPUTE),
+        offload=draw(st.sampled_from(["none", "optimizer", "parameters"] if zero > 1 else ["none", "optimizer"])),
+        wrap=draw(WRAP) if zero > 1 else "block",
+    )
+
+
+def long_form(strategy: Strategy) -> list[str]:
+    """Every key with its value, the ones with defaults too."""
+    values = {key: getattr(strategy, key) for key in KEYS}
+    return [f"{key}={value}" for key, value in (values | {"sp": "on" if strategy.sp else "off"}).items()]
+
+
+def refusal(text: str, world: int = 4) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Strategy.parse(text, world)
+    message = str(caught.value)
+    prefix = f"parallel.strategy='{text}': "
+    assert message.startswith(prefix), "a refusal shows the setting as it was written"
+    return message.removeprefix(prefix)
+
+
+def check_refusal(text: str, world: int, sequence_length: int | None = None, **changes: int) -> str:
+    strategy, spec = Strategy.parse(text, world), MODEL.model_copy(update=changes)
+    with pytest.raises(ConfigError) as caught:
+        strategy.check(spec, world, sequence_length)
+    assert str(caught.value).startswith(f"parallel.strategy='{strategy}': ")
+    return str(caught.value).removeprefix(f"parallel.strategy='{strategy}': ")
 
 
 @pytest.mark.parametrize(
     ("text", "world", "expected"),
     [
+        ("", 1, Strategy()),
         ("auto", 4, Strategy(replicate=4)),
         ("dp=auto", 4, Strategy(replicate=4)),
         ("dp=4", 4, Strategy(replicate=4)),
         ("replicate=4", 4, Strategy(replicate=4)),
+        ("replicate=4 shard=1", 4, Strategy(replicate=4)),
+        ("zero=0", 4, Strategy(replicate=4)),
+        ("zero=1", 4, Strategy(shard=4, zero=1)),
         ("zero=3", 4, Strategy(shard=4, zero=3)),
         ("dp=auto zero=2", 4, Strategy(shard=4, zero=2)),
         ("zero=1 replicate=2", 8, Strategy(replicate=2, shard=4, zero=1)),
         ("zero=3 shard=2", 8, Strategy(replicate=4, shard=2, zero=3)),
         ("zero=3 replicate=2 shard=4", 8, Strategy(replicate=2, shard=4, zero=3)),
         ("dp=8 zero=3 replicate=2 shard=4", 8, Strategy(replicate=2, shard=4, zero=3)),
+        ("tp=2", 8, Strategy(replicate=4, tp=2, sp=True)),
+        ("tp=2 sp=on", 8, Strategy(replicate=4, tp=2, sp=True)),
+        ("tp=2 sp=off", 8, Strategy(replicate=4, tp=2)),
+        ("sp=off", 2, Strategy(replicate=2)),
+        ("zero=3 tp=2", 8, Strategy(shard=4, zero=3, tp=2, sp=True)),
+        ("auto zero=3 tp=2", 8, Strategy(shard=4, zero=3, tp=2, sp=True)),
+        ("tp=auto pp=auto", 2, Strategy(replicate=2)),
+        ("pp=2 cp=2 tp=2", 16, Strategy(pp=2, replicate=2, cp=2, tp=2, sp=True)),
+        ("zero=2 replicate=2 pp=3 cp=2", 24, Strategy(pp=3, replicate=2, shard=2, cp=2, zero=2)),
+        ("ep=4 zero=2", 8, Strategy(shard=8, zero=2, ep=4)),
+        ("pp=2 schedule=interleaved:2", 2, Strategy(pp=2, schedule="interleaved:2")),
+        ("cp=2 cp_method=ulysses", 2, Strategy(cp=2, cp_method="ulysses")),
+        ("recompute=first:12", 1, Strategy(recompute="first:12")),
+        ("offload=optimizer", 1, Strategy(offload="optimizer")),
+        ("zero=2 wrap=size:5000", 2, Strategy(shard=2, zero=2, wrap="size:5000")),
+        ("zero=3 wrap=name:mlp+self_attn", 2, Strategy(shard=2, zero=3, wrap="name:mlp+self_attn")),
     ],
 )
 def test_short_form_fills_in_what_is_left_open(text: str, world: int, expected: Strategy) -> None:
     assert Strategy.parse(text, world) == expected
 
 
-@given(st.integers(1, 64), st.integers(1, 64), st.integers(0, 3))
-def test_canonical_form_reads_back_as_the_same_strategy(replicate: int, shard: int, zero: int) -> None:
-    strategy = Strategy(replicate, shard if zero else 1, zero)
-    assert Strategy.parse(str(strategy), strategy.world) == strategy
+def test_defaults_are_one_device_that_keeps_everything() -> None:
+    default = Strategy.parse("", 1)
+    assert default == Strategy()
+    assert (default.world, default.dp, default.zero, default.sp) == (1, 1, 0, False)
+    assert (default.schedule, default.cp_method) == ("1f1b", "ring")
+    assert (default.recompute, default.offload, default.wrap) == ("none", "none", "block")
+
+
+@given(strategies())
+def test_canonical_form_reads_back_as_the_same_strategy(strategy: Strategy) -> None:
+    read = Strategy.parse(str(strategy), strategy.world)
+    assert read == strategy
+    assert hash(read) == hash(strategy)
+    assert str(read) == str(strategy)
+
+
+@given(strategies(), st.randoms())
+def test_order_of_keys_and_spelled_out_defaults_mean_nothing(strategy: Strategy, random: Any) -> None:
+    words = long_form(strategy)
+    if strategy.tp == 1:
+        words.remove("sp=off")
+    random.shuffle(words)
+    assert Strategy.parse("  ".join(words), strategy.world) == strategy
+
+
+@given(strategies())
+def test_the_world_is_the_product_of_its_axes(strategy: Strategy) -> None:
+    assert strategy.dp == strategy.replicate * strategy.shard
+    assert strategy.world == strategy.pp * strategy.replicate * strategy.shard * strategy.cp * strategy.tp
     assert Strategy.processes(str(strategy)) == strategy.world
-    assert hash(strategy) == hash(Strategy.parse(str(strategy), strategy.world))
+
+
+@given(strategies(), st.integers(1, 64))
+def test_left_out_data_parallelism_takes_what_is_left(strategy: Strategy, copies: int) -> None:
+    rest = f"tp={strategy.tp} pp={strategy.pp} cp={strategy.cp}"
+    world = copies * strategy.tp * strategy.pp * strategy.cp
+    assert Strategy.parse(rest, world).replicate == copies
+    assert Strategy.parse(f"{rest} zero=3", world).shard == copies
+
+
+@given(strategies())
+def test_canonical_form_leaves_defaults_out(strategy: Strategy) -> None:
+    words = str(strategy).split()
+    assert words[0] == f"dp={strategy.dp}"
+    assert "sp=on" not in words
+    assert not {f"{key}=1" for key in ("tp", "pp", "cp", "ep", "replicate", "shard")} & set(words)
+    assert not {"zero=0", "schedule=1f1b", "cp_method=ring", "recompute=none", "offload=none", "wrap=block"} & {*words}
+
+
+def test_canonical_form_is_what_people_write() -> None:
+    assert str(Strategy(replicate=8)) == "dp=8"
+    assert str(Strategy(shard=8, zero=3, tp=2, sp=True)) == "dp=8 zero=3 tp=2"
+    assert str(Strategy(replicate=2, shard=4, zero=1, tp=2)) == "dp=8 zero=1 replicate=2 tp=2 sp=off"
+    everything = "dp=4 zero=2 pp=2 cp=2 ep=2 schedule=zbv cp_method=ulysses recompute=full offload=optimizer wrap=size:9"
+    assert str(Strategy.parse(everything, 16)) == everything
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("dp=3", "needs 3 processes and there are 4; start with --nproc 3"),
-        ("ddp=4", "unknown key 'ddp' (did you mean 'dp'?)"),
-        ("dp=0", "whole number from 1"),
-        ("dp=two", "whole number from 1"),
-        ("dp=4 dp=2", "given twice"),
-        ("zero=4", "stages are 0, 1, 2 and 3"),
-        ("shard=4", "add zero=1, 2 or 3"),
-        ("dp=4 zero=3 replicate=3", "dp=4 is not replicate=3 x shard=1"),
-        ("dp=4 replicate=2", "dp=4 is not replicate=2 x shard=1"),
-        ("zero=3 shard=8", "needs"),
+        ("auto", None),
+        ("", None),
+        ("zero=3", None),
+        ("tp=2", None),
+        ("dp=auto tp=2", None),
+        ("dp=3", 3),
+        ("dp=3 tp=2 pp=5 cp=7", 210),
+        ("dp=4 zero=3 replicate=2", 4),
+        ("replicate=4", 4),
+        ("replicate=4 zero=0 tp=2", 8),
+        ("replicate=4 zero=3", None),
+        ("shard=4 zero=3", None),
+        ("replicate=2 shard=4 zero=3 cp=2", 16),
+        ("dp=4 recompute=first:8 wrap=size:9 zero=2", 4),
+    ],
+)
+def test_processes_are_known_before_any_is_started(text: str, expected: int | None) -> None:
+    assert Strategy.processes(text) == expected
+
+
+def test_processes_of_an_unknown_key_are_refused() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'ddp'"):
+        Strategy.processes("ddp=2")
+
+
+def test_strategies_cannot_change_and_serve_as_keys() -> None:
+    strategy = Strategy.parse("zero=3 tp=2", 4)
+    for field in fields(Strategy):
+        with pytest.raises(FrozenInstanceError):
+            setattr(strategy, field.name, getattr(strategy, field.name))
+    assert {strategy: 1}[Strategy.parse("tp=2 zero=3 dp=2", 4)] == 1
+    assert len({strategy, Strategy.parse("zero=3 tp=2 sp=off", 4), Strategy.parse("zero=2 tp=2", 4)}) == 3
+
+
+def test_fields_are_given_by_name() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        Strategy(4)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dp=3", "it needs 3 processes and there are 4; start with --nproc 3 or leave dp out"),
+        ("dp=4 tp=2", "it needs 8 processes and there are 4; start with --nproc 8 or leave dp out"),
+        ("tp=3", "tp=3 does not divide 4 processes; tp can be 1, 2, 4"),
+        ("cp=8", "cp=8 does not divide 4 processes; cp can be 1, 2, 4"),
+        ("pp=3", "pp=3 does not divide 4 processes; pp can be 1, 2, 4"),
+        ("tp=2 pp=4", "pp=4 does not divide 2 processes (what the other degrees leave of 4); pp can be 1, 2"),
+        ("tp=2 cp=3", "cp=3 does not divide 2 processes (what the other degrees leave of 4); cp can be 1, 2"),
+        ("ep=3", "ep=3 must divide dp=4; ep can be 1, 2, 4"),
+        ("tp=2 ep=4", "ep=4 must divide dp=2; ep can be 1, 2"),
+        ("shard=4", "shard=4 needs something to shard; add zero=1, 2 or 3"),
+        ("zero=0 shard=2", "shard=2 needs something to shard; add zero=1, 2 or 3"),
+        ("dp=4 zero=3 replicate=3", "replicate=3 does not fit dp=4; replicate can be 1, 2, 4"),
+        ("zero=1 replicate=8", "replicate=8 does not fit 4 data-parallel processes; replicate can be 1, 2, 4"),
+        ("dp=4 replicate=2", "replicate=2 does not fit dp=4; replicate can be 4"),
+        ("tp=2 replicate=4", "replicate=4 does not fit 2 data-parallel processes; replicate can be 2"),
+        ("zero=3 shard=8", "shard=8 does not fit 4 data-parallel processes; shard can be 1, 2, 4"),
+        ("zero=3 shard=3", "shard=3 does not fit 4 data-parallel processes; shard can be 1, 2, 4"),
+        ("dp=4 zero=2 replicate=2 shard=4", "dp=4 is not replicate=2 x shard=4; leave one of the three out"),
+        ("zero=4", "zero=4 is not a stage; stages are 0, 1, 2 and 3"),
+        ("dp=0", "dp needs a whole number from 1, not '0'"),
+        ("tp=two", "tp needs a whole number from 1, not 'two'"),
+        ("pp=-1", "pp needs a whole number from 1, not '-1'"),
+        ("cp=1.5", "cp needs a whole number from 1, not '1.5'"),
+        ("dp", "dp needs a whole number from 1, not ''"),
+        ("zero=x", "zero needs a whole number from 0, not 'x'"),
+        ("dp=4 dp=4", "dp is given twice"),
+        ("sp=on", "sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it"),
+        ("tp=2 sp=maybe", "sp=maybe is neither on nor off"),
+        ("wrap=size:100", "wrap=size:100 says what is gathered together; add zero=2 or 3, or drop it"),
+        ("zero=1 wrap=name:mlp", "wrap=name:mlp says what is gathered together; add zero=2 or 3, or drop it"),
     ],
 )
 def test_refusal_says_what_to_change(text: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        Strategy.parse(text, 4)
-    assert expected in str(caught.value)
+    assert refusal(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "choices", "hint"),
+    [
+        ("schedule=gpip", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "gpipe"),
+        ("schedule=interleaved", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "interleaved:N"),
+        ("schedule=1f1b:2", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "1f1b"),
+        ("schedule=interleaved:0", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "interleaved:N"),
+        ("cp_method=rings", "ring, ulysses", "ring"),
+        ("recompute=selectiv", "none, full, selective, first:N", "selective"),
+        ("recompute=first", "none, full, selective, first:N", "first:N"),
+        ("recompute=first:x", "none, full, selective, first:N", "first:N"),
+        ("recompute=first:0", "none, full, selective, first:N", "first:N"),
+        ("recompute=full:2", "none, full, selective, first:N", "full"),
+        ("offload=parameter", "none, optimizer, parameters", "parameters"),
+        ("zero=3 wrap=blocks", "block, size:N, name:A+B", "block"),
+        ("zero=3 wrap=size:", "block, size:N, name:A+B", "size:N"),
+        ("zero=3 wrap=size:-5", "block, size:N, name:A+B", "size:N"),
+        ("zero=3 wrap=name:", "block, size:N, name:A+B", None),
+        ("zero=3 wrap=name:mlp+", "block, size:N, name:A+B", None),
+        ("offload=", "none, optimizer, parameters", None),
+    ],
+)
+def test_unknown_choice_lists_the_choices_and_the_nearest(text: str, choices: str, hint: str | None) -> None:
+    said = refusal(text)
+    assert said.startswith(f"{text.split()[-1]} is not one of {choices}")
+    assert hint is None or said.endswith(f" (did you mean '{hint}'?)")
+
+
+def test_unknown_key_lists_the_keys_and_the_nearest() -> None:
+    said = refusal("ddp=4")
+    assert said.startswith("unknown key 'ddp' (did you mean 'dp'?); write auto, or KEY=VALUE with ")
+    assert said.endswith(", ".join(KEYS))
+
+
+@given(strategies(), st.integers(1, 2000))
+def test_only_the_world_that_it_fills_is_taken(strategy: Strategy, world: int) -> None:
+    if world == strategy.world:
+        assert Strategy.parse(str(strategy), world) == strategy
+    else:
+        assert f"it needs {strategy.world} processes and there are {world}" in refusal(str(strategy), world)
+
+
+@pytest.mark.parametrize("key", ["pp", "cp", "ep"])
+def test_what_cannot_run_yet_is_refused_with_the_key_to_leave_out(key: str) -> None:
+    assert check_refusal(f"{key}=2", 2) == f"{key}=2: this version cannot run it; leave {key} out"
+
+
+def test_check_refuses_a_world_that_is_not_its_own() -> None:
+    with pytest.raises(ConfigError, match="dp=4': it needs 4 processes and there are 2"):
+        Strategy(replicate=4).check(MODEL, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "legal"),
+    [
+        (12, 6, [1, 2, 3, 6, 12]),  # 4 divides the heads, and can neither cut nor repeat 6 key-value heads
+        (12, 12, [1, 2, 3, 4, 6, 12]),
+        (12, 1, [1, 2, 3, 4, 6, 12]),
+        (12, 4, [1, 2, 4, 12]),
+        (8, 2, [1, 2, 4, 8]),
+    ],
+)
+def test_heads_are_dealt_out_whole(heads: int, kv_heads: int, legal: list[int]) -> None:
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    for tp in range(1, 25):
+        if tp in legal:
+            Strategy.parse(f"tp={tp}", tp).check(MODEL.model_copy(update=changes), tp, 24)
+            continue
+        assert check_refusal(f"tp={tp}", tp, **changes) == (
+            f"tp={tp} cannot deal out {heads} attention heads and {kv_heads} key-value heads; "
+            f"tp can be {', '.join(map(str, legal))}"
+        )
+
+
+def test_dimensions_smaller_than_the_ranks_are_refused_by_name() -> None:
+    assert check_refusal("tp=6", 6, vocab_size=5) == "tp=6 is more than the model's vocab_size=5"
+    assert check_refusal("tp=6", 6, intermediate_size=5) == "tp=6 is more than the model's intermediate_size=5"
+    Strategy.parse("tp=6", 6).check(MODEL.model_copy(update={"vocab_size": 6, "intermediate_size": 6}), 6, 36)
+
+
+@pytest.mark.parametrize(
+    ("tp", "length", "legal"),
+    [(2, 33, "32 or 34"), (3, 100, "99 or 102"), (6, 31, "30 or 36"), (6, 5, "6"), (2, 1, "2")],
+)
+def test_sequence_that_cannot_be_dealt_out_names_the_nearest_that_can(tp: int, length: int, legal: str) -> None:
+    assert check_refusal(f"tp={tp}", tp, length) == (
+        f"data.sequence_length={length} is not divisible by tp={tp}; use {legal}, or sp=off"
+    )
+    Strategy.parse(f"tp={tp} sp=off", tp).check(MODEL, tp, length)
+    Strategy.parse(f"tp={tp}", tp).check(MODEL, tp)
+    for each in legal.split(" or "):
+        Strategy.parse(f"tp={tp}", tp).check(MODEL, tp, int(each))
+
+
+def test_recomputing_more_layers_than_there_are_is_refused() -> None:
+    assert check_refusal("recompute=first:4", 1) == "recompute=first:4 of 3 layers; use first:3 or full"
+    for text in ("recompute=first:3", "recompute=first:1", "recompute=full", "recompute=selective"):
+        Strategy.parse(text, 1).check(MODEL, 1)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_models_that_ship_can_be_split_two_ways(name: str) -> None:
+    for text in ("dp=2", "zero=1", "zero=2", "zero=3", "tp=2", "tp=2 sp=off"):
+        Strategy.parse(text, 2).check(preset(name), 2, 512)
 
 
 def test_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
@@ -68,3 +372,5 @@ def test_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
 def test_micro_steps_share_the_batch() -> None:
     assert Strategy(replicate=2).micro_steps(16, None) == 1
     assert Strategy(shard=2, zero=3).micro_steps(16, 2) == 4
+    # Ranks that split matrices see the same samples.
+    assert Strategy(replicate=2, tp=4).micro_steps(16, 2) == 4

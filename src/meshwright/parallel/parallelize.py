@@ -114,7 +114,7 @@ def _apply(
     units = units_of(model, strategy.wrap)
     if mesh is not None:
         for mixture in mixtures(model):
-            mixture.data_group = mesh.loss.get_group()
+            mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
             mixture.copies = strategy.tp
         if strategy.tp > 1:
             tensor.apply(model, mesh["tp"], strategy.sp)

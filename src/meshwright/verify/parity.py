@@ -51,14 +51,19 @@ class Trace:
     weights: dict[str, Tensor]
 
 
-def run_case(world: World, case: Case) -> Trace:
-    """Train a case on this rank; the weights are given by the first rank."""
+def step_of(world: World, case: Case) -> TrainingStep:
+    """The training step of a case on this rank."""
     strategy = Strategy.parse(case.strategy, world.size)
     strategy.check(case.spec, world.size, case.tokens)
-    step = TrainingStep(_config(case), case.spec, strategy, world)
+    return TrainingStep(_config(case), case.spec, strategy, world)
+
+
+def run_case(world: World, case: Case) -> Trace:
+    """Train a case on this rank; the weights are given by the first rank."""
+    step = step_of(world, case)
     trace = Trace([], [], {})
     for number in range(case.steps):
-        metrics = step(number, _batch(case, number, step.data_rank, strategy.dp))
+        metrics = step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
         trace.losses.append(metrics.get("loss", float("nan")))
         trace.norms.append(metrics.get("grad_norm", float("nan")))
     for name, parameter in step.model.named_parameters():
@@ -78,7 +83,7 @@ def _config(case: Case) -> RunConfig:
     )
 
 
-def _batch(case: Case, number: int, data_rank: int, dp: int) -> dict[str, Tensor]:
+def batch_of(case: Case, number: int, data_rank: int, dp: int) -> dict[str, Tensor]:
     """This rank's share of a step's samples, which do not depend on the number of ranks."""
     draw = np.random.default_rng((case.seed, number))
     shape = (case.micro_steps, case.batch // case.micro_steps, case.tokens + 1)
