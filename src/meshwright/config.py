@@ -96,6 +96,9 @@ class TrainSection(_Section):
     micro_batch: int | None = free(None, gt=0)
     """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share.
     The balancing loss of a mixture of experts is taken over the samples of one pass on all ranks."""
+    optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
+    """adamw; sgd with momentum train.beta1; adafactor keeps row and column means of squared gradients instead of all
+    of them, needs whole parameters, and so goes without zero, tp and offload."""
     lr: float = Field(default=3e-4, gt=0)
     """Highest learning rate."""
     min_lr: float = Field(default=0.0, ge=0)
@@ -120,7 +123,7 @@ class TrainSection(_Section):
     """bf16 and fp16 compute in it and keep weights, gradients and optimizer state in float32; fp16 scales the loss;
     float64 is for proofs."""
     deterministic: bool = False
-    """Only algorithms that give the same bits on every run; slower on a GPU."""
+    """Only algorithms that give the same bits on every run, sums over ranks included; slower on a GPU."""
     eval_every: int = free(0, ge=0)
     """Steps between evaluations on the held-out sequences; 0 evaluates at the end only."""
     eval_sequences: int = free(64, ge=0)

@@ -32,6 +32,8 @@ CP_METHODS = ("ring", "ulysses")
 RECOMPUTE = ("none", "full", "selective", "first:N")
 OFFLOAD = ("none", "optimizer", "parameters")
 WRAP = ("block", "size:N", "name:A+B")
+WHOLE_PARAMETERS = ("adafactor",)
+"""Optimizers whose update of an element depends on others of its parameter."""
 KEYS = (*DEGREES, "zero", "sp", "schedule", "cp_method", "recompute", "offload", "wrap")
 
 
@@ -147,7 +149,7 @@ class Strategy:
         ]
         return " ".join(parts)
 
-    def check(self, model: ModelSpec, world: int, sequence_length: int | None = None) -> None:
+    def check(self, model: ModelSpec, world: int, sequence_length: int | None = None, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless that model can be trained so on that many processes."""
         for key in ("pp", "cp", "ep"):
             if getattr(self, key) > 1:
@@ -155,6 +157,18 @@ class Strategy:
         if self.world != world:
             raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
         self._check_tensor(model, sequence_length)
+        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.offload != "none"):
+            raise _refuse(
+                str(self),
+                f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
+                "use zero=0 and tp=1 without offload, or train.optimizer=adamw",
+            )
+        if self.offload == "parameters" and (self.zero < 2 or self.dp == 1):
+            raise _refuse(
+                str(self),
+                "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
+                "add zero=3 and more processes, or use offload=optimizer",
+            )
         kind, _, count = self.recompute.partition(":")
         if kind == "first" and int(count) > model.num_hidden_layers:
             layers = model.num_hidden_layers

@@ -13,7 +13,7 @@ from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
-from meshwright.parallel.world import World, join_world, launched_ranks
+from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
 from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
 from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
@@ -42,6 +42,8 @@ class Trainer(TrainingLoop):
 
 def train(config: RunConfig, nproc: int = 1) -> None:
     """Train to the end: as one rank of a launcher's job when there is one, otherwise on that many local processes."""
+    if config.train.deterministic:
+        sum_in_one_order()
     ranks = launched_ranks()
     if ranks is not None:
         _prepare_together(config, ranks[0])

@@ -171,7 +171,9 @@ def test_canonical_form_is_what_people_write() -> None:
     assert str(Strategy(replicate=8)) == "dp=8"
     assert str(Strategy(shard=8, zero=3, tp=2, sp=True)) == "dp=8 zero=3 tp=2"
     assert str(Strategy(replicate=2, shard=4, zero=1, tp=2)) == "dp=8 zero=1 replicate=2 tp=2 sp=off"
-    everything = "dp=4 zero=2 pp=2 cp=2 ep=2 schedule=zbv cp_method=ulysses recompute=full offload=optimizer wrap=size:9"
+    everything = (
+        "dp=4 zero=2 pp=2 cp=2 ep=2 schedule=zbv cp_method=ulysses recompute=full offload=optimizer wrap=size:9"
+    )
     assert str(Strategy.parse(everything, 16)) == everything
 
 

@@ -58,9 +58,9 @@ def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, m
         if parameter_name not in parameters:
             raise CheckpointError(f"{folder} has optimizer state of {parameter_name}, which the model does not have")
         parameter = parameters[parameter_name]
-        if value.ndim and value.shape != parameter.shape:
-            raise CheckpointError(f"{name} is {tuple(value.shape)} and its parameter {tuple(parameter.shape)}")
         if isinstance(optimizer, LocalOptimizer):
+            if value.ndim and value.shape != parameter.shape:
+                raise CheckpointError(f"{name} is {tuple(value.shape)} and its parameter {tuple(parameter.shape)}")
             optimizer.load_state(parameter, kind, value)
         else:
             # A fused optimizer keeps the count of steps where the moments are.

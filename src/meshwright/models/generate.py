@@ -11,6 +11,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
+from meshwright.models.parts import whole
 
 
 @torch.no_grad()
@@ -35,7 +36,7 @@ def generate(
         if cache.length + len(fresh) > window:
             # Out of positions: go on from the latest half of the text.
             fresh, cache = tokens[-(window // 2) :], KeyValueCache()
-        logits_V = model(torch.tensor([fresh], device=device), cache=cache)[0, -1].float()
+        logits_V = whole(model(torch.tensor([fresh], device=device), cache=cache))[0, -1].float()
         token = _draw(logits_V, temperature, top_k, generator)
         if token == end:
             return

@@ -106,8 +106,9 @@ def introduction(trainer: TrainingLoop) -> str:
     batch = str(batches[0]) if len(batches) == 1 else f"{batches[0]}..{batches[-1]}"
     corpora = " + ".join(f"{corpus.path}: {human(corpus.tokens)} tokens" for corpus in job.sampler.corpora)
     start = f"from step {trainer.step} " if trainer.step else ""
+    slow = "; fp16 is slow on a CPU" if config.train.precision == "fp16" and trainer.world.device.type == "cpu" else ""
     return (
-        f"model  {name}: {human(count.total)} parameters{active}, {config.train.precision}\n"
+        f"model  {name}: {human(count.total)} parameters{active}, {config.train.precision}{slow}\n"
         f"data   {corpora}; tokenizer {job.tokenizer.name}\n"
         f"run    {ranks} on {trainer.world.device}, {job.strategy}; "
         f"{start}to step {config.train.steps} with {batch} x {config.data.sequence_length} tokens each"
@@ -117,10 +118,10 @@ def introduction(trainer: TrainingLoop) -> str:
 def numbers(metrics: Metrics, eval_loss: float | None) -> str:
     """The figures of a step in one line."""
     evaluated = f"  held-out {eval_loss:.4f}" if eval_loss is not None else ""
-    return (
-        f"loss {metrics['loss']:.4f}{evaluated}  grad norm {metrics['grad_norm']:.2f}  lr {metrics['lr']:.1e}  "
-        f"{metrics['tokens_per_s']:,.0f} tokens/s"
-    )
+    loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "loss overflows"
+    norm = f"grad norm {metrics['grad_norm']:.2f}" if "grad_norm" in metrics else "gradients overflow"
+    skipped = f"  skipped at loss scale {metrics['loss_scale']:g}" if metrics.get("skipped") else ""
+    return f"{loss}{evaluated}  {norm}{skipped}  lr {metrics['lr']:.1e}  {metrics['tokens_per_s']:,.0f} tokens/s"
 
 
 def human(count: float) -> str:

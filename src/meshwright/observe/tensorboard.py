@@ -22,6 +22,8 @@ TAGS = {
     "loss": "train/loss",
     "grad_norm": "train/grad_norm",
     "lr": "train/learning_rate",
+    "loss_scale": "train/loss_scale",
+    "skipped": "train/skipped",
     "tokens_per_s": "perf/tokens_per_second",
     "step_s": "perf/step_time_s",
     "eval_loss": "eval/loss",

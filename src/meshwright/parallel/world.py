@@ -47,6 +47,11 @@ class World:
         return values
 
 
+def sum_in_one_order() -> None:
+    """Let sums over ranks take the same order in every run; read when NCCL starts. gloo's always do."""
+    os.environ.setdefault("NCCL_ALGO", "Ring")
+
+
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -43,7 +43,7 @@ def make_job(config: RunConfig, world: int) -> Job:
     """Check a configuration against its files and that many processes."""
     strategy = Strategy.parse(config.parallel.strategy, world)
     spec = model_spec(config)
-    strategy.check(spec, world, config.data.sequence_length)
+    strategy.check(spec, world, config.data.sequence_length, config.train.optimizer)
     if config.data.sequence_length > spec.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length={config.data.sequence_length} is more than the model's "

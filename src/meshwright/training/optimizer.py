@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,13 +12,22 @@ from meshwright.parallel.parallelize import AnyOptimizer, Parallel
 
 
 def make_optimizer(model: Parallel, train: TrainSection) -> AnyOptimizer:
-    """The optimizer in its fused form; matrices decay, norms and biases do not."""
+    """The optimizer that train.optimizer names; matrices decay, norms and biases do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    betas = (train.beta1, train.beta2)
-    # CPU and CUDA, the devices that run, both have the fused kernel.
-    make = partial(torch.optim.AdamW, lr=train.lr, betas=betas, eps=train.eps, fused=True)
-    return model.optimizer(make, [group for group in groups if group["params"]])
+    return model.optimizer(_maker(train), [group for group in groups if group["params"]])
+
+
+def _maker(train: TrainSection) -> Callable[..., torch.optim.Optimizer]:
+    # CPU and CUDA, the devices that run, both have the fused kernels.
+    match train.optimizer:
+        case "sgd":
+            return partial(torch.optim.SGD, lr=train.lr, momentum=train.beta1, fused=True)
+        case "adafactor":
+            return partial(torch.optim.Adafactor, lr=train.lr)
+        case _:
+            betas = (train.beta1, train.beta2)
+            return partial(torch.optim.AdamW, lr=train.lr, betas=betas, eps=train.eps, fused=True)

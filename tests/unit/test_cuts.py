@@ -1,0 +1,40 @@
+"""The rule by which lengths are cut is that of torch.chunk, empty parts included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.cuts import longest_part, part, part_length
+
+LENGTHS, PARTS = st.integers(0, 300), st.integers(1, 40)
+
+
+@settings(deadline=None)
+@given(LENGTHS, PARTS)
+def test_parts_are_those_of_chunk(length: int, parts: int) -> None:
+    whole = torch.arange(length)
+    chunks = list(whole.chunk(parts)) if length else []
+    chunks += [whole[:0]] * (parts - len(chunks))
+    cut = [whole[part(length, parts, index)] for index in range(parts)]
+    assert [piece.tolist() for piece in cut] == [piece.tolist() for piece in chunks]
+    assert [part_length(length, parts, index) for index in range(parts)] == [len(piece) for piece in chunks]
+    assert longest_part(length, parts) == len(chunks[0])
+
+
+@given(LENGTHS, PARTS)
+def test_parts_follow_on_each_other_and_stay_inside(length: int, parts: int) -> None:
+    cut = [part(length, parts, index) for index in range(parts)]
+    assert cut[0].start == 0
+    assert cut[-1].stop == length
+    assert all(one.stop == other.start for one, other in zip(cut, cut[1:], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("length", "parts", "lengths"),
+    [(8, 4, [2, 2, 2, 2]), (7, 4, [2, 2, 2, 1]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (0, 2, [0, 0])],
+)
+def test_last_parts_are_shorter_or_empty(length: int, parts: int, lengths: list[int]) -> None:
+    assert [part_length(length, parts, index) for index in range(parts)] == lengths
