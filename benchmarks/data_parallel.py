@@ -31,7 +31,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,18 +59,11 @@ from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.step import TrainingStep
 
-SPEC = ModelSpec(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=16,
-    max_position_embeddings=64,
-)
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SHAPE = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
 BATCH, TOKENS, BATCHES = 16, 64, 8
 """Samples of a step over all ranks, their tokens, and how many such batches take turns."""
+SPEC = ModelSpec.model_validate({**SHAPE, **HEADS, "max_position_embeddings": TOKENS})
 CONFIG = RunConfig.model_validate({"run": {"seed": 1}, "train": {"lr": 3e-3, "schedule": "constant"}}, strict=False)
 PACKAGES = {"PyTorch": "torch", "DeepSpeed": "deepspeed", "Accelerate": "accelerate", "Fabric": "lightning"}
 """Who is compared with, and the package to install for it."""
@@ -97,7 +90,7 @@ COMPARISONS = (
     Comparison("zero=0", "PyTorch", "DDP", 1.05),
     Comparison("zero=0", "Accelerate", "DDP", 1.05),
     Comparison("zero=0", "Fabric", "DDP", 1.05),
-    Comparison("zero=2", "PyTorch", "fully_shard, kept whole", 1.05),
+    Comparison("zero=2", "PyTorch", "fully_shard, whole", 1.05),
     Comparison("zero=2", "DeepSpeed", "stage 2", 1.0),
     Comparison("zero=3", "PyTorch", "fully_shard", 1.05),
     Comparison("zero=3", "DeepSpeed", "stage 3, all sharded", 1.0),
@@ -108,13 +101,12 @@ COMPARISONS = (
 
 @dataclass
 class Contender:
-    """Somebody who trains: its step, how often it was taken, and what it gave at first."""
+    """Somebody who trains: its step, and how often it was taken."""
 
     step: Step
     linear: Any
     """torch.nn.functional.linear as this contender left it: DeepSpeed's stage 3 replaces it for the whole process."""
     taken: int = 0
-    losses: list[float] = field(default_factory=list)
 
 
 def meshwright_step(strategy: str, world: World, batches: list[Tensor]) -> Step:
@@ -259,12 +251,12 @@ def run_steps(contender: Contender, steps: int) -> Tensor:
     F.linear = contender.linear
     dist.barrier()
     wall, processor = time.perf_counter(), time.process_time()
-    losses = [contender.step(contender.taken + index) for index in range(steps)]
+    for _ in range(steps):
+        contender.step(contender.taken)
+        contender.taken += 1
     slowest, total = torch.tensor(time.perf_counter() - wall), torch.tensor(time.process_time() - processor)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(total)
-    contender.losses = contender.losses or losses
-    contender.taken += steps
     return torch.stack((slowest, total))
 
 
@@ -279,14 +271,16 @@ def run_blocks(pair: Sequence[Contender], turns: int, steps: int, first: int) ->
 
 
 def check_same_work(contenders: dict[tuple[str, str], Contender], world: World) -> None:
-    """Raise unless everybody's first losses, meaned over the ranks, are the same."""
+    """Warm everybody up; raise unless all have the same losses, meaned over the ranks."""
     found = {}
     for name, contender in contenders.items():
-        losses = torch.tensor(contender.losses, dtype=torch.float64)
+        F.linear = contender.linear
+        losses = torch.tensor([contender.step(number) for number in range(WARM_UP)], dtype=torch.float64)
+        contender.taken = WARM_UP
         dist.all_reduce(losses)
         found[name] = losses / world.size
-    expected = next(iter(found.values()))
     for name, losses in found.items():
+        expected = next(iter(found.values()))
         if not torch.allclose(losses, expected, rtol=2e-5, atol=0):
             raise RuntimeError(f"{name} computes other losses: {losses.tolist()}, not {expected.tolist()}")
 
@@ -302,8 +296,6 @@ def measure(world: World, comparisons: Sequence[Comparison], blocks: int, turns:
     for name in dict.fromkeys(name for pair in sides for name in pair):
         contenders[name] = Contender(BUILDERS[name[0]](name[1], world, batches), F.linear)
         F.linear = plain
-    for contender in contenders.values():
-        run_steps(contender, WARM_UP)
     check_same_work(contenders, world)
     # One contender's garbage collection should not walk through the modules of all others.
     gc.collect()
@@ -333,17 +325,6 @@ def installed(peer: str) -> str | None:
         return None
 
 
-def run(ranks: int, comparisons: Sequence[Comparison], blocks: int, turns: int, steps: int) -> dict[Comparison, Any]:
-    """The times of every comparison's pairs of blocks on that many ranks."""
-    if not comparisons:
-        return {}
-    with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "pairs.json"
-        work = partial(measure, comparisons=comparisons, blocks=blocks, turns=turns, steps=steps, result=result)
-        run_ranks(work, ranks, device="cpu")
-        return dict(zip(comparisons, json.loads(result.read_text()), strict=True))
-
-
 def cells(pairs: Sequence[Any], steps: int, limit: float) -> tuple[str, ...]:
     """What the table says of a comparison."""
     own, peer = (statistics.median(pair[side][0] for pair in pairs) * 1000 / steps for side in (0, 1))
@@ -371,7 +352,11 @@ def main() -> None:
     for column in ("ranks", "Meshwright", "peer", "ms/step", "peer's", "ratio", "95% interval", "bar", "", "processor"):
         table.add_column(column, justify="left" if column == "peer" else "right")
     for ranks in options.ranks:
-        found = run(ranks, present, options.blocks, options.turns, options.steps)
+        with tempfile.TemporaryDirectory() as scratch:
+            result = Path(scratch) / "pairs.json"
+            counts = {"blocks": options.blocks, "turns": options.turns, "steps": options.steps}
+            run_ranks(partial(measure, comparisons=present, result=result, **counts), ranks, device="cpu")
+            found = dict(zip(present, json.loads(result.read_text()), strict=True))
         for c in wanted:
             text: tuple[str, ...] = (f"{c.peer} {c.form}: not installed; pip install {PACKAGES[c.peer]}",)
             if c in found:
