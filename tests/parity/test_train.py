@@ -1,22 +1,30 @@
-"""Data parallel on real ranks computes what one process computes: loss, gradient norm and final weights in float64."""
+"""Whole runs on real ranks: data, loop, evaluation and checkpoints give what one process gives, in float64."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshwright.config import load_config
+from meshwright.config import RunConfig, load_config
 from meshwright.errors import UserError
 from meshwright.launch.local import RankError, run_ranks
+from meshwright.models.hf import save_hf
+from meshwright.models.initialize import build
+from meshwright.models.presets import preset
 from meshwright.parallel.world import World
+from meshwright.strategy import Strategy
 from meshwright.trainer import train
+from meshwright.training.loop import TrainingLoop
 
 CASES = {
     "dense": [],
@@ -74,30 +82,18 @@ def assert_same_run(one: Path, other: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
-    "strategy",
-    [
-        "dp=2 zero=1",
-        "dp=4 zero=1 replicate=2",
-        "dp=2 zero=2",
-        "dp=4 zero=3",
-        "dp=4 zero=2 replicate=2",
-        "dp=4 zero=3 shard=2",
-    ],
+    "strategy", ["dp=2", "dp=4 zero=3 shard=2", "dp=2 zero=1 tp=2", "dp=1 tp=4 recompute=selective"]
 )
-def test_sharded_ranks_compute_what_one_process_computes(case: str, strategy: str, run: Run) -> None:
-    overrides = [*CASES[case], f"parallel.strategy={strategy}"]
-    ranks = int(strategy[3])
-    alone = [o if o != "train.micro_batch=1" else f"train.micro_batch={ranks}" for o in CASES[case]]
-    assert_same_run(run("one", 1, *alone), run("many", ranks, *overrides))
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_compute_what_one_process_computes(case: str, ranks: int, run: Run) -> None:
-    overrides = CASES[case]
+def test_run_on_ranks_gives_what_a_run_on_one_process_gives(case: str, strategy: str, run: Run) -> None:
+    ranks, samples = Strategy.processes(strategy), int(strategy[3])
+    assert ranks is not None
     # A micro-step holds the same samples however many ranks share it: its size on one process is that of all ranks.
-    alone = [o if o != "train.micro_batch=1" else f"train.micro_batch={ranks}" for o in overrides]
-    assert_same_run(run("one", 1, *alone), run("many", ranks, *overrides))
+    alone = [o if o != "train.micro_batch=1" else f"train.micro_batch={samples}" for o in CASES[case]]
+    assert_same_run(run("one", 1, *alone), run("many", ranks, *CASES[case], f"parallel.strategy={strategy}"))
+
+
+def test_two_ranks_give_what_one_process_gives(run: Run) -> None:
+    assert_same_run(run("one", 1), run("many", 2))
 
 
 def test_resuming_inside_a_ramp_under_other_strategies_repeats_and_loses_nothing(run: Run) -> None:
@@ -106,9 +102,38 @@ def test_resuming_inside_a_ramp_under_other_strategies_repeats_and_loses_nothing
     run("parts", 2, *ramp, "train.steps=2", "parallel.strategy=zero=3")
     run("parts", 4, *ramp, "train.steps=3", "parallel.strategy=zero=1 replicate=2")
     run("parts", 4, *ramp, "train.steps=4", "parallel.strategy=zero=2 shard=2")
-    run("parts", 2, *ramp, "train.steps=5")
+    run("parts", 4, *ramp, "train.steps=5", "parallel.strategy=zero=3 tp=2")
     parts = run("parts", 1, *ramp, "train.steps=6")
     assert_same_run(whole, parts)
+
+
+@pytest.mark.slow
+def test_weights_from_hugging_face_are_split_as_they_are_read(run: Run, tiny_run: list[str], tmp_path: Path) -> None:
+    spec = preset("tiny").model_copy(update={"num_hidden_layers": 2, "tie_word_embeddings": True})
+    save_hf(build(spec, seed=5), tmp_path / "hf")
+    tiny_run[:] = [setting for setting in tiny_run if not setting.startswith("model.")]
+    from_hf = [f"model.from_hf={tmp_path / 'hf'}"]
+    strategies = (("one", 1, "auto"), ("many", 4, "zero=3 tp=2"))
+    one, many = (run(name, ranks, *from_hf, f"parallel.strategy={strategy}") for name, ranks, strategy in strategies)
+    assert_same_run(one, many)
+
+
+def work_of_failing_in_set_up(config: RunConfig, world: World) -> None:
+    if world.rank == 1:
+        world = replace(world, device=torch.device("nowhere"))
+    TrainingLoop(config, world)
+
+
+def test_rank_that_fails_in_set_up_ends_all_within_seconds_and_speaks_first(
+    tiny_run: list[str], tmp_path: Path
+) -> None:
+    settings = [*tiny_run, f"run.dir={tmp_path / 'run'}", "parallel.strategy=zero=3 tp=2"]
+    started = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 1 of 4 failed:\nTraceback") as caught:
+        run_ranks(partial(work_of_failing_in_set_up, load_config(None, settings)), 4, device="cpu", timeout_s=600)
+    assert time.monotonic() - started < 20
+    assert "nowhere" in str(caught.value)
+    assert "Connection closed" not in str(caught.value)
 
 
 def work_of_local_ranks_are_told(world: World) -> None:
