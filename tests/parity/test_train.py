@@ -97,13 +97,14 @@ def test_two_ranks_give_what_one_process_gives(run: Run) -> None:
 
 
 def test_resuming_inside_a_ramp_under_other_strategies_repeats_and_loses_nothing(run: Run) -> None:
-    ramp = ["train.batch_schedule=4..12 over 4", "train.steps=6", "model.spec.dropout=0.1", "train.schedule=constant"]
+    ramp = ["train.batch_schedule=4..12 over 4", "train.steps=7", "model.spec.dropout=0.1", "train.schedule=constant"]
     whole = run("whole", 1, *ramp)
     run("parts", 2, *ramp, "train.steps=2", "parallel.strategy=zero=3")
     run("parts", 4, *ramp, "train.steps=3", "parallel.strategy=zero=1 replicate=2")
     run("parts", 4, *ramp, "train.steps=4", "parallel.strategy=zero=2 shard=2")
     run("parts", 4, *ramp, "train.steps=5", "parallel.strategy=zero=3 tp=2")
-    parts = run("parts", 1, *ramp, "train.steps=6")
+    run("parts", 4, *ramp, "train.steps=6", "parallel.strategy=zero=1 tp=2 offload=optimizer")
+    parts = run("parts", 1, *ramp, "train.steps=7")
     assert_same_run(whole, parts)
 
 

@@ -40,8 +40,12 @@ def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | N
     order = list(range(strategy.world) if placement is None else placement)
     if sorted(order) != list(range(strategy.world)):
         raise ValueError(f"placement {order} is not an order of the {strategy.world} ranks")
-    shape = [getattr(strategy, axis) for axis in AXES]
-    axes = DeviceMesh(device_type, torch.tensor(order).view(shape), mesh_dim_names=AXES)
+    ranks = torch.tensor(order).view([getattr(strategy, axis) for axis in AXES])
+    for dim, axis in enumerate(AXES):
+        # Process groups number their members in ascending order; a mesh that did not would disagree with them.
+        if bool((ranks.diff(dim=dim) < 0).any()):
+            raise ValueError(f"placement {order} has ranks in descending order along {axis}; list them ascending")
+    axes = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
     data = flatten(axes, ("replicate", "shard"), "data")
     return Mesh(axes, data, flatten(axes, ("replicate", "shard", "cp"), "loss"))
 
