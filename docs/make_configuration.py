@@ -33,7 +33,8 @@ def page() -> str:
             extra: Any = entry.json_schema_extra or {}
             star = " *" if extra.get("free") else ""
             default = "none" if entry.default is None else repr(entry.default).replace("'", '"')
-            meaning = (entry.description or "").replace("|", "\\|")
+            # A row of a table is one line.
+            meaning = " ".join((entry.description or "").split()).replace("|", "\\|")
             parts.append(f"| `{section}.{name}`{star} | `{default}` | {meaning} |\n")
     return "".join(parts)
 

@@ -81,9 +81,10 @@ def test_weights_that_others_change_between_steps_are_taken_up(on_host: bool) ->
     for step in range(4):
         train_step(ours, optimizer, step)
         train_step(plain, expected, step)
-        with torch.no_grad():
-            for parameter in (*ours.parameters(), *plain.parameters()):
-                parameter.mul_(0.5)
+        for parameter in (*ours.parameters(), *plain.parameters()):
+            # In place, and in new memory.
+            parameter.data.mul_(0.5)
+            parameter.data = parameter.data + 0.25
     assert_same_weights(ours, plain)
 
 

@@ -98,6 +98,7 @@ def test_without_a_precision_all_stays_as_the_model_is(dtype: torch.dtype) -> No
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert model.precision == Precision(dtype, dtype, dtype, dtype)
     assert not model.precision.mixed
+    assert not any(module._forward_pre_hooks for module in model.module.modules()), "forward passes cost nothing more"
     seen: list[Tensor] = []
     model.module.lm_head.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
     assert model(tokens()).dtype == dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,16 @@ KINDS = ["full", "selective", "first:1"]
 CASES = {name: SPECS[name] for name in ("plain", "gpt2-like", "qk norm", "gelu experts", "experts that are balanced")}
 CASES["sliding window"] = small(sliding_window=5)
 CASES["dropout"] = small(dropout=0.3)
+FOUR_LAYERS = {
+    name: SPECS[name].model_copy(update={"num_hidden_layers": 4})
+    for name in ("plain", "as many key-value heads", "gpt2-like", "shared experts")
+}
+DEAR = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
 BF16 = Precision(param=torch.bfloat16)
 
 
@@ -52,17 +63,19 @@ def assert_same_gradients(one: Parallel, other: Parallel) -> None:
 
 
 class Storages(TorchDispatchMode):
-    """Remembers the memory that operations make, for as long as somebody keeps it; counts matrix products."""
+    """Remembers the memory that operations make, for as long as somebody keeps it; counts what is dear to compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Parallel) -> None:
         super().__init__()
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self._seen: dict[int, weakref.ref[Any]] = {}
-        self.products = 0
+        self.dear: Counter[str] = Counter()
 
     def __torch_dispatch__(
         self, operation: Any, types: object, inputs: Any = (), options: dict[str, Any] | None = None
     ) -> Any:
-        self.products += operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        if operation in DEAR:
+            self.dear[str(operation)] += 1
         result = operation(*inputs, **(options or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -71,7 +84,7 @@ class Storages(TorchDispatchMode):
         return result
 
     def kept_bytes(self) -> int:
-        held = (reference() for reference in self._seen.values())
+        held = (reference() for place, reference in self._seen.items() if place not in self._weights)
         return sum(storage.nbytes() for storage in held if storage is not None)
 
 
@@ -155,29 +168,41 @@ def test_nothing_runs_again_where_nothing_is_differentiated(recompute: str) -> N
     assert calls == [1, 1]
 
 
-def kept_and_products(recompute: str) -> tuple[int, int, int]:
-    """Bytes kept from a forward pass, and matrix products of the forward and of the backward pass."""
-    model, batch = under(recompute, small(num_hidden_layers=4)), tokens(4, 21)
-    with Storages() as storages:
+def cost(recompute: str, spec: ModelSpec) -> tuple[int, Counter[str], Counter[str]]:
+    """Bytes kept from a forward pass, and the dear operations of the forward and of the backward pass."""
+    model, batch = under(recompute, spec), tokens(4, 21)
+    with Storages(model) as storages:
         loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])
-        kept, forward = storages.kept_bytes(), storages.products
+        kept, forward = storages.kept_bytes(), storages.dear.copy()
         loss.backward()
-    return kept, forward, storages.products - forward
+    return kept, forward, storages.dear - forward
 
 
-def test_fewer_activations_are_kept_the_more_is_recomputed() -> None:
-    kept = {recompute: kept_and_products(recompute)[0] for recompute in ("none", "first:1", "first:3", *KINDS)}
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+def test_fewer_activations_are_kept_the_more_is_recomputed(name: str) -> None:
+    kept = {recompute: cost(recompute, FOUR_LAYERS[name])[0] for recompute in ("none", "first:1", "first:3", *KINDS)}
     assert kept["none"] > kept["selective"] > kept["full"]
     assert kept["none"] > kept["first:1"] > kept["first:3"] > kept["full"]
-    # Of a layer, its input alone: four samples of 20 tokens and 16 channels.
-    one_layer = kept["first:3"] - kept["full"]
-    assert kept["first:1"] - kept["first:3"] == 2 * one_layer
-    assert kept["none"] - kept["full"] == 4 * one_layer
 
 
-def test_selective_computes_no_matrix_product_again() -> None:
-    _, forward, backward_ = kept_and_products("none")
-    assert kept_and_products("selective")[1:] == (forward, backward_)
-    # Seven matrices in each of the four layers; the pass ends before the last one, whose result nobody needs.
-    assert kept_and_products("full")[1:] == (forward, backward_ + 4 * 6)
-    assert kept_and_products("first:1")[1:] == (forward, backward_ + 6)
+def test_a_recomputed_layer_keeps_its_input_only() -> None:
+    full = {layers: cost("full", small(num_hidden_layers=layers))[0] for layers in (4, 5, 7)}
+    an_input = 4 * 20 * 16 * 4  # samples, tokens, channels, bytes
+    assert full[5] - full[4] == an_input
+    assert full[7] - full[4] == 3 * an_input
+
+
+@pytest.mark.parametrize("name", FOUR_LAYERS)
+def test_selective_computes_nothing_dear_again(name: str) -> None:
+    _, forward, backward_ = cost("none", FOUR_LAYERS[name])
+    assert cost("selective", FOUR_LAYERS[name])[1:] == (forward, backward_)
+    _, same, more = cost("full", FOUR_LAYERS[name])
+    assert same == forward
+    assert more > backward_
+
+
+def test_full_computes_all_but_the_last_product_again() -> None:
+    _, _, plain = cost("none", FOUR_LAYERS["plain"])
+    # Seven matrices in each of the four layers; a pass ends before the last one, whose result nobody needs.
+    assert (cost("full", FOUR_LAYERS["plain"])[2] - plain)["aten.mm.default"] == 4 * 6
+    assert (cost("first:1", FOUR_LAYERS["plain"])[2] - plain)["aten.mm.default"] == 6

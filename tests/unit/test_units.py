@@ -44,6 +44,11 @@ def test_blocks_of_a_list_count_too() -> None:
     assert blocks_of(model) == list(model[1])
 
 
+def test_the_longest_of_several_lists_are_the_layers() -> None:
+    lists = [nn.ModuleList(nn.Linear(2, 2) for _ in range(count)) for count in (2, 5, 3)]
+    assert blocks_of(nn.Sequential(*lists)) == list(lists[1])
+
+
 def test_names_are_last_parts_or_whole_paths() -> None:
     assert sorted(paths(PLAIN, "name:mlp")) == [f"model.layers.{layer}.mlp" for layer in range(3)]
     assert paths(PLAIN, "name:model.layers.1.mlp") == ["model.layers.1.mlp"]
