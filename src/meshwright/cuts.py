@@ -1,9 +1,11 @@
-"""How a length is cut into parts: as evenly as it goes, the last parts being shorter or empty.
+"""How a length is cut into parts, and how layers are grouped: rules that several places must agree on.
 
-The one rule of `torch.chunk`, DTensors and FSDP; here for those who must agree with them.
+Parts are as even as they go, the last ones being shorter or empty: the rule of `torch.chunk`, DTensors and FSDP.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def longest_part(length: int, parts: int) -> int:
@@ -21,3 +23,20 @@ def part_length(length: int, parts: int, index: int) -> int:
     """How long the part of that index is."""
     where = part(length, parts, index)
     return where.stop - where.start
+
+
+SMALL_UNIT = 1 << 20
+"""Parameters below which layers are gathered together with their neighbours: a collective of less is mostly waiting."""
+
+
+def group_small(sizes: Sequence[int], least: int = SMALL_UNIT) -> list[list[int]]:
+    """Neighbours in groups, each of at least that size where there is so much; gives their indices."""
+    groups: list[list[int]] = []
+    room = False
+    for index in range(len(sizes)):
+        if room:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+        room = sum(sizes[one] for one in groups[-1]) < least
+    return groups

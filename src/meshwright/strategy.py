@@ -11,7 +11,8 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
     ep          = ranks that split the experts; divides dp
     recompute   = none, full, selective, first:N; activations that the backward pass computes again
     offload     = none, optimizer, parameters; what lives in host memory
-    wrap        = block, size:N, name:A+B; what is gathered together with zero=2 and 3
+    wrap        = auto (layers, small ones with their neighbours), block, size:N, name:A+B; what is gathered together
+                with zero=2 and 3
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved:N", "zero-bubble", "zbv")
 CP_METHODS = ("ring", "ulysses")
 RECOMPUTE = ("none", "full", "selective", "first:N")
 OFFLOAD = ("none", "optimizer", "parameters")
-WRAP = ("block", "size:N", "name:A+B")
+WRAP = ("auto", "block", "size:N", "name:A+B")
 WHOLE_PARAMETERS = ("adafactor",)
 """Optimizers whose update of an element depends on others of its parameter."""
 KEYS = (*DEGREES, "zero", "sp", "schedule", "cp_method", "recompute", "offload", "wrap")
@@ -65,8 +66,9 @@ class Strategy:
     """Which activations are computed again in the backward pass: none, full, selective, first:N (layers)."""
     offload: str = "none"
     """What lives in host memory: none, optimizer (its state), parameters (and the optimizer's state)."""
-    wrap: str = "block"
-    """What is gathered together under zero=2 and 3: block, size:N (at least N parameters), name:A+B (modules)."""
+    wrap: str = "auto"
+    """What is gathered together under zero=2 and 3: auto (each layer, small ones with their neighbours), block (each
+    layer), size:N (at least N parameters), name:A+B (modules)."""
 
     @property
     def dp(self) -> int:
@@ -117,7 +119,7 @@ class Strategy:
             )
         if strategy.dp % strategy.ep:
             raise _refuse(text, f"ep={strategy.ep} must divide dp={dp}; ep can be {_list(_divisors(dp))}")
-        if strategy.wrap != "block" and zero < 2:
+        if strategy.wrap != "auto" and zero < 2:
             raise _refuse(text, f"wrap={strategy.wrap} says what is gathered together; add zero=2 or 3, or drop it")
         return strategy
 
@@ -131,6 +133,13 @@ class Strategy:
         if "replicate" in words and ("shard" in words or not words.get("zero")):
             return words["replicate"] * words.get("shard", 1) * others
         return None
+
+    @classmethod
+    def fewest_processes(cls, text: str) -> int:
+        """With how many processes a short form can do."""
+        words = {key: int(value) for key, value in _words(text).items() if value.isdecimal()}
+        copies = words.get("replicate", 1) * words.get("shard", 1)
+        return cls.processes(text) or copies * words.get("tp", 1) * words.get("pp", 1) * words.get("cp", 1)
 
     def __str__(self) -> str:
         default = Strategy()
@@ -151,12 +160,20 @@ class Strategy:
 
     def check(self, model: ModelSpec, world: int, sequence_length: int | None = None, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless that model can be trained so on that many processes."""
+        self.check_any(world, optimizer)
+        self._check_tensor(model, sequence_length)
+        kind, _, count = self.recompute.partition(":")
+        if kind == "first" and int(count) > model.num_hidden_layers:
+            layers = model.num_hidden_layers
+            raise _refuse(str(self), f"recompute=first:{count} of {layers} layers; use first:{layers} or full")
+
+    def check_any(self, world: int, optimizer: str = "adamw") -> None:
+        """Raise a ConfigError unless some model can be trained so on that many processes."""
         for key in ("pp", "cp", "ep"):
             if getattr(self, key) > 1:
                 raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
         if self.world != world:
             raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
-        self._check_tensor(model, sequence_length)
         if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.offload != "none"):
             raise _refuse(
                 str(self),
@@ -169,10 +186,6 @@ class Strategy:
                 "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
                 "add zero=3 and more processes, or use offload=optimizer",
             )
-        kind, _, count = self.recompute.partition(":")
-        if kind == "first" and int(count) > model.num_hidden_layers:
-            layers = model.num_hidden_layers
-            raise _refuse(str(self), f"recompute=first:{count} of {layers} layers; use first:{layers} or full")
 
     def _check_tensor(self, model: ModelSpec, sequence_length: int | None) -> None:
         """Heads are dealt out whole; key-value heads may be held by several ranks; tokens are dealt out evenly."""
@@ -218,7 +231,8 @@ def _left_for_data(text: str, world: int, given: Mapping[str, int]) -> int:
             before = "" if left == world else f" (what the other degrees leave of {world})"
             raise _refuse(
                 text,
-                f"{key}={degree} does not divide {left} processes{before}; {key} can be {_list(_divisors(left))}",
+                f"{key}={degree} does not divide {left} processes{before}; {key} can be {_list(_divisors(left))}, "
+                f"or start more processes",
             )
         left //= degree
     return left

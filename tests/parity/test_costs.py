@@ -27,16 +27,17 @@ from tests.parity.conftest import SPECS
 STRATEGIES = [
     "dp=2",
     "dp=2 zero=1",
-    "dp=2 zero=2",
+    "dp=2 zero=2 wrap=block",
     "dp=2 zero=3",
-    "dp=3 zero=3",
+    "dp=2 zero=3 wrap=block",
+    "dp=3 zero=3 wrap=block",
     "dp=4 zero=2 replicate=2",
     "dp=4 zero=1 replicate=2",
     "dp=1 tp=2",
     "dp=1 tp=4 sp=off",
     "dp=2 tp=2",
     "dp=2 zero=1 tp=2",
-    "dp=2 zero=3 tp=2",
+    "dp=2 zero=3 tp=2 wrap=block",
 ]
 RECOMPUTING = ["dp=1 tp=2 recompute=full", "dp=1 tp=2 sp=off recompute=full", "dp=2 tp=2 recompute=selective"]
 

@@ -27,12 +27,21 @@ def crossed() -> list[tuple[str, str, int]]:
     cases = []
     for zero in range(4):
         for split in ("", "tp=2", "tp=2 sp=off", "tp=4", "tp=4 sp=off"):
-            strategy = f"dp=2 zero={zero} {split} recompute={next(recompute)}"
+            wrap = "wrap=block" if zero >= 2 else ""
+            strategy = f"dp=2 zero={zero} {split} recompute={next(recompute)} {wrap}"
             cases.append((next(shapes), strategy, next(micro_steps)))
     return cases
 
 
-TOGETHER = ["dp=2", "dp=2 zero=1", "dp=2 zero=2", "dp=2 zero=3", "dp=1 tp=2", "dp=1 tp=4", "dp=1 tp=4 sp=off"]
+TOGETHER = [
+    "dp=2",
+    "dp=2 zero=1",
+    "dp=2 zero=2",
+    "dp=2 zero=3 wrap=block",
+    "dp=1 tp=2",
+    "dp=1 tp=4",
+    "dp=1 tp=4 sp=off",
+]
 HYBRID = [f"dp=4 zero={zero} replicate=2 {tp}" for zero in (1, 2, 3) for tp in ("", "tp=2")]
 APART = [
     "dp=2 offload=optimizer",

@@ -75,7 +75,7 @@ def _processes(argument: str | None, config: RunConfig) -> int:
     """How many local processes to start."""
     asked = Strategy.processes(config.parallel.strategy)
     if argument is None or (argument == "auto" and asked is not None):
-        return asked or 1
+        return asked or Strategy.fewest_processes(config.parallel.strategy)
     if argument != "auto":
         if not argument.isdecimal() or int(argument) < 1:
             raise ConfigError(f"--nproc takes a whole number from 1, or auto, not '{argument}'")

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.cuts import longest_part, part_length
-from meshwright.models.shapes import Shape, shapes_of
+from meshwright.estimate.units import Unit, units_of
 from meshwright.models.spec import ModelSpec
-from meshwright.models.tensor_plan import cut_dimension, rule_of, tensor_plan
 from meshwright.strategy import Strategy
 
 
@@ -51,56 +50,43 @@ def state_bytes(
     computed: int | None = None,
 ) -> StateBytes:
     """The state of the rank at that place; `stored` and `computed` are bytes per element, float32 unless told."""
-    units = _units(spec, strategy, shard_rank, tp_rank)
-    held = [one for unit in units.values() for one in unit.values()]
+    layers, root = units_of(spec, strategy, tp_rank)
+    blocks, rest = [[_shards(unit, strategy.shard, shard_rank) for unit in kind] for kind in (layers, [root])]
+    held = [one for unit in (*blocks, *rest) for one in unit.values()]
     local, own, padded = (sum(getattr(one, name) for one in held) for name in ("local", "shard", "padded"))
     if strategy.zero < 2 or strategy.dp == 1:
         moments = own if strategy.zero == 1 else local
         return StateBytes(local * stored, 0, local * stored, 2 * moments * stored)
-    gathered = {name: strategy.shard * sum(one.padded for one in unit.values()) for name, unit in units.items()}
-    root = gathered.pop("")
+    of_blocks, (of_root,) = [
+        [strategy.shard * sum(one.padded for one in unit.values()) for unit in kind] for kind in (blocks, rest)
+    ]
     # Zero=3: the root stays gathered, and the layers take turns. What is under way to the next one lies in a buffer of
     # the collective, which is no parameter yet.
-    together = sum(gathered.values()) if strategy.zero == 2 else max(gathered.values())
+    together = sum(of_blocks) if strategy.zero == 2 else max(of_blocks)
     return StateBytes(
         parameters=padded * stored,
-        gathered=(root + together) * (computed or stored),
-        gradients=_gradients(units, micro_steps) * stored,
+        gathered=(of_root + together) * (computed or stored),
+        gradients=_gradients(blocks, rest[0], micro_steps) * stored,
         optimizer=2 * own * stored,
     )
 
 
-def _units(spec: ModelSpec, strategy: Strategy, shard_rank: int, tp_rank: int) -> dict[str, dict[str, _Held]]:
-    """The parameters of each unit that is gathered together: every layer, and the root under the empty name."""
-    plan = tensor_plan(spec)
-    units: dict[str, dict[str, _Held]] = {"": {}}
-    for name, shape in shapes_of(spec).items():
-        module, _, parameter = name.rpartition(".")
-        rule = rule_of(plan, module)
-        assert rule is not None
-        dimension = cut_dimension(rule, parameter, strategy.tp)
-        local = list(shape)
-        if dimension is not None and strategy.tp > 1:
-            local[dimension] = part_length(shape[dimension], strategy.tp, tp_rank)
-        unit = ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else ""
-        units.setdefault(unit, {})[name] = _shards(tuple(local), strategy.shard, shard_rank)
-    return units
+def _shards(unit: Unit, shard: int, rank: int) -> dict[str, _Held]:
+    held = {}
+    for name, (rows, *inner) in unit.items():
+        row = prod(inner)
+        held[name] = _Held(rows * row, part_length(rows, shard, rank) * row, longest_part(rows, shard) * row)
+    return held
 
 
-def _shards(local: Shape, shard: int, rank: int) -> _Held:
-    rows, row = local[0], prod(local[1:])
-    return _Held(rows * row, part_length(rows, shard, rank) * row, longest_part(rows, shard) * row)
-
-
-def _gradients(units: dict[str, dict[str, _Held]], micro_steps: int) -> int:
+def _gradients(blocks: list[dict[str, _Held]], root: dict[str, _Held], micro_steps: int) -> int:
     """The most elements of gradients at once where they are scattered unit by unit, the last layer first.
 
     Gradients of the root come first (head, last norm) and last (embeddings), and are scattered at the very end. From
     the second micro-step on, the shards of the first one are there all the time.
     """
-    root, blocks = units[""], [unit for name, unit in units.items() if name]
     early = sum(one.local for name, one in root.items() if not name.startswith("model.embed"))
-    kept = sum(one.padded for unit in units.values() for one in unit.values()) if micro_steps > 1 else 0
+    kept = sum(one.padded for unit in (*blocks, root) for one in unit.values()) if micro_steps > 1 else 0
     scattered, most = 0, 0
     for block in reversed(blocks):
         most = max(most, early + scattered + sum(one.local for one in block.values()))

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.cuts import longest_part, part_length
+from meshwright.estimate.units import rule_for, units_of
 from meshwright.models.shapes import Shape, shapes_of
 from meshwright.models.spec import ModelSpec
-from meshwright.models.tensor_plan import Rule, cut_dimension, rule_of, tensor_plan
+from meshwright.models.tensor_plan import cut_dimension, tensor_plan
 from meshwright.strategy import Strategy
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
@@ -114,7 +115,7 @@ def _recomputed_regions(spec: ModelSpec, strategy: Strategy) -> _Again:
 def _has_partial_gradient(name: str, plan: dict[str, str], strategy: Strategy) -> bool:
     """Whether every tensor-parallel rank sees a part of the parameter's gradient only, and they are summed."""
     module, _, parameter = name.rpartition(".")
-    rule = _rule(plan, module)
+    rule = rule_for(plan, module)
     match rule.word:
         case "shared":
             return True
@@ -143,7 +144,8 @@ def _mixtures(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work)
 
 
 def _data(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int) -> None:
-    units = list(_units(spec, strategy, tp_rank))
+    layers, root = units_of(spec, strategy, tp_rank)
+    units = [list(unit.values()) for unit in (*layers, root)]
     if strategy.zero < 2:
         elements = sum(prod(shape) for unit in units for shape in unit)
         # DDP fills buckets of its own; one holds a small model. `replicate` reduces unit by unit.
@@ -169,35 +171,13 @@ def _rows(shape: Shape, parts: int, index: int) -> int:
     return part_length(shape[0], parts, index) * prod(shape[1:])
 
 
-def _units(spec: ModelSpec, strategy: Strategy, tp_rank: int) -> Iterator[list[Shape]]:
-    """The shapes that are gathered and reduced together on a rank: layer by layer, then the rest."""
-    plan, units = tensor_plan(spec), dict[str, list[Shape]]()
-    for name, shape in shapes_of(spec).items():
-        module, _, parameter = name.rpartition(".")
-        dimension = cut_dimension(_rule(plan, module), parameter, strategy.tp)
-        local = list(shape)
-        if dimension is not None and strategy.tp > 1:
-            local[dimension] = part_length(shape[dimension], strategy.tp, tp_rank)
-        unit = ".".join(name.split(".")[:3]) if name.startswith("model.layers.") else ""
-        units.setdefault(unit, []).append(tuple(local))
-    root = units.pop("")
-    yield from units.values()
-    yield root
-
-
 def _norm_axes(spec: ModelSpec, strategy: Strategy) -> Iterator[tuple[str, ...]]:
     """The axes over which the squares of gradients are summed, for every way in which gradients are split."""
     plan = tensor_plan(spec)
     cut = set()
     for name in shapes_of(spec):
         module, _, parameter = name.rpartition(".")
-        cut.add(strategy.tp > 1 and cut_dimension(_rule(plan, module), parameter, strategy.tp) is not None)
+        cut.add(strategy.tp > 1 and cut_dimension(rule_for(plan, module), parameter, strategy.tp) is not None)
     shard = ("shard",) if strategy.zero >= 2 and strategy.shard > 1 else ()
     for is_cut in cut:
         yield (*shard, *(("tp",) if is_cut else ()))
-
-
-def _rule(plan: dict[str, str], module: str) -> Rule:
-    rule = rule_of(plan, module)
-    assert rule is not None, module
-    return rule

@@ -6,6 +6,8 @@ so that a pipeline stage (this module with layers removed) keeps every parameter
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import torch
 from torch import Tensor, nn
 
@@ -115,7 +117,9 @@ class Decoder(nn.Module):
     @property
     def tensor_plan(self) -> dict[str, str]:
         """How tensor parallel splits each module of this shape."""
-        return tensor_plan(self.spec)
+        names = [name for name, _ in self.named_modules()]
+        plan = tensor_plan(self.spec)
+        return {pattern: rule for pattern, rule in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
 
     def forward(
         self,

@@ -73,11 +73,12 @@ class Mixture(nn.Module):
         # A whole number stays exact in a bfloat16 model, where counts above 256 would not.
         load = torch.zeros(spec.experts.num_experts, dtype=torch.int64)
         self.register_buffer("expert_load", load, persistent=False)
-        # Set from outside: the ranks whose tokens count as one batch, the share of this micro-step in the step, how
-        # many ranks route the same tokens, and whether this forward pass is one that was counted before.
+        # Set from outside: the ranks whose tokens count as one batch, the share of this micro-step in the step, by
+        # what the balancing loss is multiplied so that it counts once when gradients have been reduced over ranks,
+        # and whether this forward pass is one that was counted before.
         self.data_group: dist.ProcessGroup | None = None
         self.auxiliary_scale = 1.0
-        self.copies = 1
+        self.auxiliary_factor = 1.0
         self.repeating = False
         self.auxiliary_loss: Tensor | None = None
 
@@ -122,7 +123,8 @@ class Mixture(nn.Module):
         share_E = load_E.to(mean_E.dtype) / (tokens * self.facts.num_experts_per_tok)
         loss = self.facts.num_experts * (share_E * mean_E).sum()
         self.auxiliary_loss = loss.detach()
-        return _AttachLoss.apply(y_NC, loss * (self.facts.router_aux_loss_coef * self.auxiliary_scale / self.copies))
+        weight = self.facts.router_aux_loss_coef * self.auxiliary_scale * self.auxiliary_factor
+        return _AttachLoss.apply(y_NC, loss * weight)
 
 
 class _AttachLoss(torch.autograd.Function):

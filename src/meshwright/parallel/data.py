@@ -13,7 +13,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,21 +38,21 @@ Reduction = Literal["mean", "sum"]
 
 def apply(
     model: nn.Module,
-    units: Sequence[nn.Module],
+    units: Sequence[list[nn.Module]],
     strategy: Strategy,
     mesh: Mesh,
     precision: Precision,
     reduction: Reduction,
 ) -> None:
     """Shard or replicate unit by unit; what is outside of the units goes with the root."""
-    if strategy.dp == 1 or _is_ddp(strategy):
+    if strategy.dp == 1 or uses_ddp(strategy):
         return
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param if precision.mixed else None,
         reduce_dtype=precision.reduce if precision.mixed or precision.reduce != precision.stored else None,
         cast_forward_inputs=False,
     )
-    split: Callable[[nn.Module, bool], object]
+    split: Callable[[Any, bool], object]
     if strategy.zero < 2:
         split = lambda module, root: replicate_composable(module, mesh=mesh.data, mp_policy=policy)  # noqa: E731
     else:
@@ -68,7 +68,7 @@ def apply(
             offload_policy=offload,
         )
     for unit in units:
-        split(unit, False)
+        split(unit if len(unit) > 1 else unit[0], False)
     split(model, True)
     if reduction == "sum":
         for module in fsdp_modules(model):
@@ -79,16 +79,19 @@ def apply(
 
 def wrap_ddp(model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction) -> nn.Module:
     """The module to call for a training step: where parameters are whole, one that reduces their gradients."""
-    if strategy.dp == 1 or not _is_ddp(strategy):
+    if strategy.dp == 1 or not uses_ddp(strategy):
         return model
     group = group_for_ddp(mesh.data.get_group())
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
     scale = 1.0 if reduction == "sum" else 1.0 / strategy.dp
+    if reduction == "mean" and precision.reduce == precision.stored:
+        return replica
     replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)
     return replica
 
 
-def _is_ddp(strategy: Strategy) -> bool:
+def uses_ddp(strategy: Strategy) -> bool:
+    """Whether DistributedDataParallel does it: parameters are whole on every rank."""
     return strategy.zero < 2 and strategy.tp == 1
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -25,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from meshwright.errors import ConfigError
 from meshwright.models.parts import part_like
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.torch_releases import all_gather_into
 from meshwright.torch_private import is_shard, shard_within
 
 GATHER_BYTES = 25 << 20
@@ -62,7 +62,7 @@ class _Held:
         return DTensor.from_local(value, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
 
-class LocalOptimizer:
+class LocalOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer that changes every element by itself; the shard axis of `rows_over` shares its state."""
 
     def __init__(
@@ -85,6 +85,9 @@ class LocalOptimizer:
                 f"{type(self._inner).__name__} needs whole parameters and cannot be sharded; "
                 f"use zero=0 and tp=1 without offload, or one of {known}"
             )
+        super().__init__(own, self._inner.defaults)
+        # One and the same as those of the optimizer that does the work, so that schedulers reach it.
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._buckets = list(_buckets(list(self._held))) if self._axis is not None else []
 
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -110,11 +113,6 @@ class LocalOptimizer:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local if self._axis is None else _chunk(local, self._axis)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the optimizer that does the work, with their learning rates."""
-        return self._inner.param_groups
-
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter: its kinds, as tensors that know their place in the whole."""
         held = self._held[parameter]
@@ -134,7 +132,7 @@ class LocalOptimizer:
         return sum(value.nbytes for state in states for value in state.values() if value.ndim)
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this rank's parts; with rows, gather everybody's."""
         for parameter, held in self._held.items():
             own = self._own(parameter)
@@ -154,7 +152,7 @@ class LocalOptimizer:
         for bucket in self._buckets:
             self._gather(bucket)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
         for parameter in self._held:
             parameter.grad = None
@@ -170,7 +168,7 @@ class LocalOptimizer:
         own = torch.cat([chunks[self._axis.get_local_rank()].flatten() for chunks in pieces])
         mine[: own.numel()] = own
         everyone = mine.new_empty(size * longest)
-        dist.all_gather_into_tensor(everyone, mine, group=self._axis.get_group())
+        all_gather_into(everyone, mine, group=self._axis.get_group())
         for rank, share in enumerate(everyone.view(size, longest)):
             start = 0
             for chunks in pieces:

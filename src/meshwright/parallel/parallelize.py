@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.parallel import data, precision, recompute, tensor
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
 from meshwright.parallel.precision import Precision
+from meshwright.parallel.reads import around_forward
 from meshwright.parallel.units import blocks_of, units_of
 from meshwright.strategy import Strategy
 
@@ -57,6 +59,24 @@ class Parallel:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters as they are stored: DTensors where they are split."""
         return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters as they are stored, with the names that they have on one device."""
+        return self.module.named_parameters()
+
+    def train(self, mode: bool = True) -> Parallel:
+        """Put the model into training mode, or out of it."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Parallel:
+        """Put the model into evaluation mode."""
+        return self.train(False)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the samples is this rank's: one of `strategy.dp`."""
+        return self.mesh.data.get_local_rank() if self.mesh is not None else 0
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         """The context of one of several forward and backward passes of a step; gradients travel when they must."""
@@ -115,10 +135,13 @@ def _apply(
     if mesh is not None:
         for mixture in mixtures(model):
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
-            mixture.copies = strategy.tp
+            mixture.auxiliary_factor = (strategy.dp if reduction == "mean" else 1) / strategy.tp
         if strategy.tp > 1:
             tensor.apply(model, mesh["tp"], strategy.sp)
-    recompute.apply(blocks_of(model), strategy.recompute)
+            if isinstance(model, Decoder) and model.spec.dropout:
+                around_forward(model, _with_samples)
+    # The decoder draws no random numbers of its own; another model may.
+    recompute.apply(blocks_of(model), strategy.recompute, draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
@@ -127,11 +150,20 @@ def _apply(
 
 def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     """Refuse, before any process group is made, what the model cannot take."""
-    spec = getattr(model, "spec", None)
-    if spec is not None:
-        strategy.check(spec, world)
+    strategy.check_any(world)
+    if isinstance(model, Decoder):
+        strategy.check(model.spec, world)
     if strategy.tp > 1:
-        tensor.check(model)
+        tensor.check(model, strategy.tp)
+
+
+def _with_samples(
+    forward: Callable[..., Tensor], *inputs: Any, samples_B: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Ranks that split a model must drop the same things: they cannot each draw numbers of their own."""
+    if samples_B is None and torch.is_grad_enabled():
+        raise ValueError("with dropout and tp, give the model `samples_B`, the global numbers of its sequences")
+    return forward(*inputs, samples_B=samples_B, **options)
 
 
 def _world_size() -> int:

@@ -42,20 +42,22 @@ _KEPT = {
 }
 
 
-def apply(blocks: Sequence[nn.Module], recompute: str) -> None:
-    """Arrange it for the layers of a model."""
+def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True) -> None:
+    """Arrange it for the layers of a model; `draws` says whether they draw random numbers, to be drawn again alike."""
     kind, _, count = recompute.partition(":")
     if kind == "none":
         return
     for block in blocks[: int(count)] if kind == "first" else blocks:
-        around_forward(block, partial(_again, list(mixtures(block)), kind == "selective"))
+        around_forward(block, partial(_again, list(mixtures(block)), kind == "selective", draws))
 
 
-def _again(held: list[Mixture], selective: bool, forward: Callable[..., Any], *inputs: Any) -> Any:
+def _again(
+    held: list[Mixture], selective: bool, draws: bool, forward: Callable[..., Any], *inputs: Any, **options: Any
+) -> Any:
     if not torch.is_grad_enabled():
-        return forward(*inputs)
+        return forward(*inputs, **options)
     contexts = partial(_contexts, held, selective)
-    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts, **options)
 
 
 def _contexts(

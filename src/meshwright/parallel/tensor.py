@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -89,8 +90,8 @@ class Axis:
         return copy(parameter, self.group) if self.split else parameter
 
 
-def check(model: nn.Module) -> None:
-    """Raise a ConfigError unless the model's table covers all of its parameters."""
+def check(model: nn.Module, tp: int) -> None:
+    """Raise a ConfigError unless the model's table covers all of its parameters and can be followed by that many."""
     plan = getattr(model, "tensor_plan", None)
     kind = type(model).__name__
     if plan is None:
@@ -98,15 +99,27 @@ def check(model: nn.Module) -> None:
             f"tp needs a table that says how {kind} is split: give the class a `tensor_plan` "
             "(module name -> rule; docs/strategies.md has the rules), or use tp=1"
         )
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for pattern in plan:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ConfigError(
+                f"{kind}.tensor_plan has a row '{pattern}', and no module of that name; mend or remove it"
+            )
+    for name, module in modules.items():
         rule = rule_of(plan, name)
+        if rule is not None and rule.word == "heads" and rule.number % tp and tp % rule.number:
+            raise ConfigError(
+                f"tp={tp} cannot deal out the {rule.number} heads of {name}; it must divide them or be a multiple"
+            )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise ConfigError(f"{name} has max_norm, which changes its weights while they are read; tp cannot split it")
         if rule is not None and rule.word not in _RULES:
             raise ConfigError(f"{kind}.tensor_plan has no rule '{rule.word}' for {name}; rules are {', '.join(_RULES)}")
         held = [parameter for parameter, value in parameters_of(module).items() if value is not None]
         if held and (rule is None or rule.word == "region"):
             raise ConfigError(
-                f"no rule of {kind}.tensor_plan covers the parameter {name}.{held[0]}; "
-                f"give '{name}' one of {', '.join(_RULES)}, or use tp=1"
+                f"no rule of {kind}.tensor_plan covers the parameter {f'{name}.{held[0]}'.lstrip('.')}; "
+                f"give its module one of {', '.join(word for word in _RULES if word != 'region')}, or use tp=1"
             )
 
 
@@ -174,8 +187,8 @@ def _local(parameter: Tensor) -> Tensor:
 def _region(module: nn.Module, splitter: _Splitter, _: Rule) -> None:
     axis = splitter.axis
 
-    def forward(inner: Forward, x_BTC: Tensor, *rest: object) -> Tensor:
-        return axis.leave(inner(axis.enter(x_BTC), *rest))
+    def forward(inner: Forward, x_BTC: Tensor, *rest: object, **options: object) -> Tensor:
+        return axis.leave(inner(axis.enter(x_BTC), *rest, **options))
 
     around_forward(module, forward)
 
@@ -222,6 +235,9 @@ def _dropout(module: nn.Module, splitter: _Splitter, _: Rule) -> None:
 
 def _vocabulary(module: nn.Embedding, splitter: _Splitter, rule: Rule) -> None:
     axis, rows = splitter.axis, splitter.axis.own_part(module.num_embeddings)
+    padding = module.padding_idx
+    if padding is not None:
+        padding = padding - rows.start if rows.start <= padding < rows.stop else None
     splitter.hold(module, rule)
 
     def forward(_: Forward, tokens_BT: Tensor) -> Tensor:
@@ -230,7 +246,9 @@ def _vocabulary(module: nn.Embedding, splitter: _Splitter, rule: Rule) -> None:
             # More ranks than rows to go round; no token is found here.
             return axis.leave(module.weight.new_zeros(*tokens_BT.shape, module.embedding_dim))
         absent_BT1 = ((tokens_BT < rows.start) | (tokens_BT >= rows.stop))[..., None]
-        found_BTC = F.embedding((tokens_BT - rows.start).clamp(0, rows.stop - rows.start - 1), module.weight)
+        found_BTC = F.embedding(
+            (tokens_BT - rows.start).clamp(0, rows.stop - rows.start - 1), module.weight, padding_idx=padding
+        )
         return axis.leave(found_BTC.masked_fill(absent_BT1, 0.0))
 
     around_forward(module, forward)

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
     DebugLevel,
     FileStore,
@@ -18,10 +19,22 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["BUFFERS_STAY_LOCAL", "FileStore", "GradBucket", "Store", "check_collectives", "group_for_ddp"]
+__all__ = [
+    "BUFFERS_STAY_LOCAL",
+    "FileStore",
+    "GradBucket",
+    "Store",
+    "all_gather_into",
+    "check_collectives",
+    "group_for_ddp",
+]
 
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+
+# 2.13 renamed it and warns of the old name.
+all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Gathers the ranks' tensors into one."""
 
 # 2.13 renamed the argument and warns of the old name.
 BUFFERS_STAY_LOCAL: dict[str, Any] = (

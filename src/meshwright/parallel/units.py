@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
+from meshwright.cuts import group_small
 from meshwright.errors import ConfigError
 from meshwright.torch_private import parameters_of
 
@@ -14,18 +17,22 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
-def units_of(model: nn.Module, wrap: str) -> list[nn.Module]:
-    """The modules that are wrapped one by one, inner ones first; the rest goes with the root.
+def units_of(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
+    """The modules that are wrapped together, inner ones first; the rest goes with the root.
 
     A parameter that several modules share belongs to none of them alone, and goes with the root.
     """
     kind, _, argument = wrap.partition(":")
-    if kind == "block":
-        return blocks_of(model)
     shared = _holders_of_shared(model)
     if kind == "name":
-        return _named(model, argument.split("+"), shared)
-    return _sized(model, int(argument), shared)
+        return [[module] for module in _named(model, argument.split("+"), shared)]
+    if kind == "size":
+        return [[module] for module in _sized(model, int(argument), shared)]
+    blocks = [block for block in blocks_of(model) if block not in shared]
+    if kind == "block":
+        return [[block] for block in blocks]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+    return [[blocks[index] for index in group] for group in group_small(sizes)]
 
 
 def _holders_of_shared(model: nn.Module) -> set[nn.Module]:
@@ -36,11 +43,21 @@ def _holders_of_shared(model: nn.Module) -> set[nn.Module]:
             if parameter is not None:
                 holders.setdefault(parameter, []).append(module)
     several = {module for held in holders.values() if len(held) > 1 for module in held}
+    # A module that stands in several places counts as well.
+    places = Counter(child for module in model.modules() for child in module.children())
+    several |= {module for module, count in places.items() if count > 1}
     return {module for module in model.modules() if any(below in several for below in module.modules())}
 
 
 def _named(model: nn.Module, names: list[str], shared: set[nn.Module]) -> list[nn.Module]:
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        # A list of modules is not called itself; its members are.
+        lists = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        modules |= {f"{path}.{name}": child for name, child in module.named_children()} if lists else {path: module}
+        if lists and path.split(".")[-1] in names:
+            names = [*names, *(f"{path}.{name}" for name, _ in module.named_children())]
+            names.remove(path.split(".")[-1])
     unknown = [name for name in names if not any(name in (path.split(".")[-1], path) for path in modules)]
     if unknown:
         raise ConfigError(f"wrap=name:{'+'.join(names)}: {type(model).__name__} has no module '{unknown[0]}'")

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import RunConfig
@@ -14,6 +15,7 @@ from meshwright.models.hf import fill_from_hf
 from meshwright.models.initialize import build_meta, initialize, materialise
 from meshwright.models.mixture import finish_step, mixtures
 from meshwright.models.spec import ModelSpec
+from meshwright.parallel.data import Reduction, uses_ddp
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.norm import clip_grad_norm_
 from meshwright.parallel.parallelize import parallelize
@@ -40,12 +42,18 @@ class TrainingStep:
         self.world = world
         self.strategy = strategy
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
-        self.data_rank = self.mesh.data.get_local_rank() if self.mesh is not None else 0
         precision = precision_of(config)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
         # Split before it has memory, so that no rank holds more of it than its part.
         self.model = build_meta(spec, precision.stored)
-        self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction="sum")
+        # Gradients are sums over ranks: the loss is divided by the global count of tokens. DDP's own reduction, an
+        # average of a multiple, is the fastest way to the sum.
+        averaged = uses_ddp(strategy)
+        self._loss_factor = strategy.dp if averaged else 1
+        self._copies = world.size // strategy.dp
+        reduction: Reduction = "mean" if averaged else "sum"
+        self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
+        self.data_rank = self.parallel.data_rank
         materialise(self.model, world.device)
         if config.model.from_hf:
             fill_from_hf(self.model, Path(config.model.from_hf))
@@ -54,6 +62,7 @@ class TrainingStep:
         self.model.dropout_seed = config.run.seed
         self.model.train()
         self.optimizer = make_optimizer(self.parallel, config.train)
+        self._mixtures = list(mixtures(self.model))
 
     def __call__(self, step: int, batch: dict[str, Tensor], asked_to_stop: bool = False) -> dict[str, float]:
         """Train on this rank's share of the global batch: tokens and samples, each (micro-steps, samples, ...).
@@ -62,16 +71,23 @@ class TrainingStep:
         """
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        valid = self.sum((targets != IGNORED).sum())
+        counted = (targets != IGNORED).sum()
+        # The count of all ranks is on its way while the first forward pass computes.
+        counting = dist.all_reduce(counted, async_op=True) if self.world.size > 1 else None
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
-        for mixture in mixtures(self.model):
+        for mixture in self._mixtures:
             mixture.auxiliary_scale = scale / len(tokens)
         losses = []
         for index in range(len(tokens)):
             with self.parallel.micro_step(last=index == len(tokens) - 1):
                 logits = self.parallel(inputs[index], samples_B=samples[index])
-                loss = cross_entropy(logits, targets[index], "sum") / valid
-                (loss * scale).backward()
+                summed = cross_entropy(logits, targets[index], "sum")
+                if counting is not None:
+                    counting.wait()
+                    counting = None
+                valid = counted // self._copies
+                loss = summed / valid
+                (loss * (scale * self._loss_factor)).backward()
             losses.append(loss.detach())
         norm = clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip, scale=scale)
         rate = learning_rate(self.config.train, step)
@@ -103,9 +119,7 @@ class TrainingStep:
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks that hold different tokens: what several ranks hold of the same ones counts once."""
-        total = self.world.sum(values)
-        copies = self.world.size // self.strategy.dp
-        return total if copies == 1 else total.div_(copies) if total.is_floating_point() else total // copies
+        return self.world.sum(values).div_(self._copies)
 
     def _explain_divergence(self, metrics: dict[str, float]) -> str:
         train = self.config.train

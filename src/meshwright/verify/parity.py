@@ -54,6 +54,10 @@ class Trace:
 def step_of(world: World, case: Case) -> TrainingStep:
     """The training step of a case on this rank."""
     strategy = Strategy.parse(case.strategy, world.size)
+    if case.batch % (case.micro_steps * strategy.dp):
+        raise ValueError(
+            f"a batch of {case.batch} is not divisible by {case.micro_steps} micro-steps x dp={strategy.dp}"
+        )
     strategy.check(case.spec, world.size, case.tokens)
     return TrainingStep(_config(case), case.spec, strategy, world)
 
