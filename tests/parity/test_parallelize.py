@@ -118,6 +118,123 @@ def test_what_a_model_cannot_take_is_refused_before_a_process_group_is_made() ->
     assert "tp=4 does not divide 6 processes" in refused_before_a_group(6, decoder, "tp=4")
     decoder.model.extra = nn.Parameter(torch.zeros(3))
     assert "covers the parameter model.extra" in refused_before_a_group(2, decoder, "tp=2")
+    for strategy in ("pp=2", "cp=2", "dp=2 ep=2"):
+        assert "this version cannot run it" in refused_before_a_group(2, Foreign(), strategy)
+    assert "needs dp of at least 2" in refused_before_a_group(2, Foreign(), "dp=2 offload=parameters")
+    assert "has no module 'nowhere'" in refused_before_a_group(2, Foreign(), "zero=3 wrap=name:nowhere")
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"blox.*": "region"}, "has a row 'blox.*', and no module of that name"),
+        ({"blocks.*": "heads:3"}, "cannot deal out the 3 heads of blocks.0"),
+        ({"blocks.*": "columns"}, "has no rule 'columns'"),
+        ({"blocks.*": "region"}, "covers the parameter blocks.0.weight"),
+    ],
+)
+def test_table_that_cannot_be_followed_is_refused(row: dict[str, str], complaint: str) -> None:
+    class Tabled(nn.Module):
+        tensor_plan = {"embed": "vocabulary", **row}  # noqa: RUF012
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(8, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    assert complaint in refused_before_a_group(2, Tabled(), "tp=2")
+
+
+class Padded(nn.Module):
+    """A table of one's own: regions, an embedding with a row that never learns, options by name, a shared layer."""
+
+    tensor_plan = {  # noqa: RUF012
+        "embed": "vocabulary",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+        "blocks.*": "region",
+        "head": "head",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8, padding_idx=9)
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x, scale=0.5)
+        return self.head(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 13), nn.Linear(13, 8)
+
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return self.down(torch.tanh(self.up(x))) * scale
+
+
+def train_padded(world: World, strategy: str) -> Trace:
+    torch.manual_seed(1)
+    model = Padded().double()
+    parallel = mw.parallelize(model, strategy)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    losses = []
+    for step in range(3):
+        tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(step))
+        loss = mw.cross_entropy(parallel(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+    return losses, {name: whole(value.detach()).clone() for name, value in parallel.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "tp=2 recompute=full", "tp=2 offload=optimizer"])
+def test_model_with_a_table_of_its_own_trains_as_on_one_device(strategy: str, pool: RankPool) -> None:
+    (expected,) = pool.run(train_padded, 1, "dp=1")
+    for found in pool.run(train_padded, 2, strategy):
+        assert_same(found, expected)
+
+
+def first_gradients(world: World, strategy: str, reduction: str) -> float:
+    """The norm of the first gradient of a mixture whose balancing loss weighs much."""
+    spec = SPECS["experts"]
+    assert spec.experts is not None
+    spec = spec.model_copy(update={"experts": spec.experts.model_copy(update={"router_aux_loss_coef": 1.0})})
+    model = build(spec, seed=2, dtype=torch.float64).train()
+    parallel = mw.parallelize(model, strategy, reduction=reduction)
+    tokens = torch.randint(67, (4, 17), generator=torch.Generator().manual_seed(0))
+    mine = tokens.chunk(parallel.strategy.dp)[parallel.data_rank]
+    loss = mw.cross_entropy(parallel(mine[:, :-1]), mine[:, 1:], "sum")
+    (loss / (16 * (4 if reduction == "sum" else len(mine)))).backward()
+    return float(mw.clip_grad_norm_(parallel.parameters(), 0.0))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("strategy", ["dp=2", "zero=3", "tp=2"])
+def test_balancing_loss_counts_once_however_gradients_are_reduced(
+    strategy: str, reduction: str, pool: RankPool
+) -> None:
+    (expected,) = pool.run(first_gradients, 1, "dp=1", "mean")
+    for found in pool.run(first_gradients, 2, strategy, reduction):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+def drop_without_samples(world: World) -> None:
+    parallel = mw.parallelize(build(SPECS["gpt"]).train(), "tp=2")
+    parallel(torch.zeros(1, 8, dtype=torch.int64))
+
+
+def test_dropout_on_split_matrices_needs_the_samples(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="give the model `samples_B`"):
+        pool.run(drop_without_samples, 2)
 
 
 def test_optimizer_that_cannot_shard_is_refused(pool: RankPool) -> None:

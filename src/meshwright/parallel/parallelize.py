@@ -153,6 +153,7 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     strategy.check_any(world)
     if isinstance(model, Decoder):
         strategy.check(model.spec, world)
+    units_of(model, strategy.wrap)
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
 
