@@ -34,6 +34,8 @@ from meshwright.strategy import Strategy
 from meshwright.torch_private import replicate as replicate_composable
 
 Reduction = Literal["mean", "sum"]
+Split = Callable[[Any, bool], None]
+"""Splits a unit of modules, given whether it is the root."""
 
 
 def apply(
@@ -52,21 +54,7 @@ def apply(
         reduce_dtype=precision.reduce if precision.mixed or precision.reduce != precision.stored else None,
         cast_forward_inputs=False,
     )
-    split: Callable[[Any, bool], object]
-    if strategy.zero < 2:
-        split = lambda module, root: replicate_composable(module, mesh=mesh.data, mp_policy=policy)  # noqa: E731
-    else:
-        over = mesh["replicate", "shard"] if strategy.replicate > 1 else mesh["shard"]
-        offload = OffloadPolicy()
-        if strategy.offload == "parameters":
-            offload = CPUOffloadPolicy(pin_memory=mesh.axes.device_type == "cuda")
-        split = lambda module, root: fully_shard(  # noqa: E731
-            module,
-            mesh=over,
-            reshard_after_forward=strategy.zero == 3 and not root,
-            mp_policy=policy,
-            offload_policy=offload,
-        )
+    split = _replicating(mesh, policy) if strategy.zero < 2 else _sharding(strategy, mesh, policy)
     for unit in units:
         split(unit if len(unit) > 1 else unit[0], False)
     split(model, True)
@@ -75,6 +63,29 @@ def apply(
             module.set_gradient_divide_factor(1.0)
             # A divided sum is an operation of its own that gloo does not have; a plain sum is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _replicating(mesh: Mesh, policy: MixedPrecisionPolicy) -> Split:
+    def replicate(unit: Any, is_root: bool) -> None:
+        replicate_composable(unit, mesh=mesh.data, mp_policy=policy)
+
+    return replicate
+
+
+def _sharding(strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> Split:
+    over = mesh["replicate", "shard"] if strategy.replicate > 1 else mesh["shard"]
+    offload = OffloadPolicy()
+    if strategy.offload == "parameters":
+        offload = CPUOffloadPolicy(pin_memory=mesh.axes.device_type == "cuda")
+
+    def shard(unit: Any, is_root: bool) -> None:
+        # The root's parameters are needed last and first again: they stay gathered in between.
+        reshard_after_forward = strategy.zero == 3 and not is_root
+        fully_shard(
+            unit, mesh=over, reshard_after_forward=reshard_after_forward, mp_policy=policy, offload_policy=offload
+        )
+
+    return shard
 
 
 def wrap_ddp(model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction) -> nn.Module:
