@@ -1,18 +1,17 @@
-"""The rule by which lengths are cut is that of torch.chunk, empty parts included."""
+"""The rule by which lengths are cut is that of torch.chunk, empty parts included; small neighbours go together."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cuts import longest_part, part, part_length
+from meshwright.cuts import group_small, longest_part, part, part_length
 
 LENGTHS, PARTS = st.integers(0, 300), st.integers(1, 40)
 
 
-@settings(deadline=None)
 @given(LENGTHS, PARTS)
 def test_parts_are_those_of_chunk(length: int, parts: int) -> None:
     whole = torch.arange(length)
@@ -38,3 +37,31 @@ def test_parts_follow_on_each_other_and_stay_inside(length: int, parts: int) -> 
 )
 def test_last_parts_are_shorter_or_empty(length: int, parts: int, lengths: list[int]) -> None:
     assert [part_length(length, parts, index) for index in range(parts)] == lengths
+
+
+SIZES = st.lists(st.integers(0, 50), max_size=20)
+
+
+@given(SIZES, st.integers(1, 100))
+def test_groups_are_neighbours_and_just_large_enough(sizes: list[int], least: int) -> None:
+    groups = group_small(sizes, least)
+    assert [index for group in groups for index in group] == list(range(len(sizes)))
+    for group in groups[:-1]:
+        assert sum(sizes[index] for index in group) >= least
+    for group in groups:
+        assert group
+        assert sum(sizes[index] for index in group[:-1]) < least, "a group that is large enough takes no more"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([], []),
+        ([10, 10], [[0], [1]]),
+        ([9, 1, 9], [[0, 1], [2]]),
+        ([1, 1, 1], [[0, 1, 2]]),
+        ([4, 4, 4, 20], [[0, 1, 2], [3]]),
+    ],
+)
+def test_small_ones_are_grouped(sizes: list[int], groups: list[list[int]]) -> None:
+    assert group_small(sizes, 10) == groups

@@ -62,6 +62,9 @@ def test_steps_are_those_of_adamw_to_the_last_bit(on_host: bool, fused: bool) ->
         held, state = optimizer.state_of(mine), expected.state[other]
         assert held.keys() == state.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(held[kind], state[kind]) for kind in state)
+    # Whoever asks the optimizer itself, as tools for memory and logging do, finds the state too.
+    assert len(optimizer.state) == len(expected.state)
+    assert optimizer.state_dict()["state"].keys() == expected.state_dict()["state"].keys()
 
 
 @pytest.mark.parametrize("kind", BY_ELEMENT)
@@ -181,3 +184,17 @@ def test_parameters_are_taken_as_all_or_some_or_groups(strategy: str) -> None:
     assert sizes(None) == [[6, 2]]
     assert sizes(parameter for parameter in [layer.bias]) == [[2]]
     assert sizes([{"params": [layer.weight], "lr": 0.2}, {"params": [layer.bias]}]) == [[6], [2]]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_schedules_of_torch_reach_the_optimizer_that_works(on_host: bool) -> None:
+    ours, plain = build(small()), build(small())
+    optimizer, expected = local(ours, on_host=on_host), torch.optim.AdamW(groups_of(plain), **ADAMW)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 0.5**step) for each in (optimizer, expected)]
+    for step in range(4):
+        train_step(ours, optimizer, step)
+        train_step(plain, expected, step)
+        for schedule in schedules:
+            schedule.step()
+        assert_same_weights(ours, plain)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 16] * 2

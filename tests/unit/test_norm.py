@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def gradients(held: list[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in held if parameter.grad is not None]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 99), st.floats(1e-3, 1e3), st.floats(1e-2, 1e2))
 def test_norm_and_clipped_gradients_are_torchs(seed: int, factor: float, max_norm: float) -> None:
     ours, theirs = parameters(seed, factor), parameters(seed, factor)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -206,3 +206,37 @@ def test_full_computes_all_but_the_last_product_again() -> None:
     # Seven matrices in each of the four layers; a pass ends before the last one, whose result nobody needs.
     assert (cost("full", FOUR_LAYERS["plain"])[2] - plain)["aten.mm.default"] == 4 * 6
     assert (cost("first:1", FOUR_LAYERS["plain"])[2] - plain)["aten.mm.default"] == 6
+
+
+class Foreign(nn.Module):
+    """A model of somebody else, whose layers draw random numbers and are called by keyword."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(8, 8), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor, *, shift: float) -> Tensor:
+            return x + self.dropout(torch.tanh(self.linear(x) + shift))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x, shift=0.1 * number)
+        return x
+
+
+@pytest.mark.parametrize("recompute", KINDS)
+def test_layers_of_other_models_draw_the_same_numbers_again(recompute: str) -> None:
+    models = []
+    for strategy in ("dp=1", f"recompute={recompute}"):
+        torch.manual_seed(2)
+        models.append(parallelize(Foreign(), strategy))
+        models[-1](torch.ones(4, 8)).square().sum().backward()
+    assert_same_gradients(models[1], models[0])
+    with torch.no_grad():
+        expected, found = (model.eval()(torch.ones(4, 8)) for model in models)
+    assert torch.equal(found, expected)

@@ -20,7 +20,9 @@ SCHEDULES = st.sampled_from(["gpipe", "1f1b", "zero-bubble", "zbv"]) | st.intege
 RECOMPUTE = st.sampled_from(["none", "full", "selective"]) | st.integers(1, 99).map("first:{}".format)
 NAMES = st.lists(st.from_regex(r"[a-z_]+(\.[a-z0-9_]+)*", fullmatch=True), min_size=1, max_size=3)
 WRAP = (
-    st.just("block") | st.integers(1, 10**9).map("size:{}".format) | NAMES.map(lambda names: "name:" + "+".join(names))
+    st.sampled_from(["auto", "block"])
+    | st.integers(1, 10**9).map("size:{}".format)
+    | NAMES.map(lambda names: "name:" + "+".join(names))
 )
 # Twelve heads and six key-value heads: tp=4 deals out the heads and cannot deal out the key-value heads.
 MODEL = ModelSpec(
@@ -51,8 +53,8 @@ def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
         schedule=draw(SCHEDULES),
         cp_method=draw(st.sampled_from(["ring", "ulysses"])),
         recompute=draw(RECOMPUTE),
-        offload=draw(st.sampled_from(["none", "optimizer", "parameters"] if zero > 1 else ["none", "optimizer"])),
-        wrap=draw(WRAP) if zero > 1 else "block",
+        offload=draw(st.sampled_from(["none", "optimizer", "parameters"])),
+        wrap=draw(WRAP) if zero > 1 else "auto",
     )
 
 
@@ -110,6 +112,9 @@ def check_refusal(text: str, world: int, sequence_length: int | None = None, **c
         ("cp=2 cp_method=ulysses", 2, Strategy(cp=2, cp_method="ulysses")),
         ("recompute=first:12", 1, Strategy(recompute="first:12")),
         ("offload=optimizer", 1, Strategy(offload="optimizer")),
+        ("zero=2 wrap=auto", 2, Strategy(shard=2, zero=2)),
+        ("wrap=auto", 2, Strategy(replicate=2)),
+        ("zero=3 wrap=block", 2, Strategy(shard=2, zero=3, wrap="block")),
         ("zero=2 wrap=size:5000", 2, Strategy(shard=2, zero=2, wrap="size:5000")),
         ("zero=3 wrap=name:mlp+self_attn", 2, Strategy(shard=2, zero=3, wrap="name:mlp+self_attn")),
     ],
@@ -123,7 +128,7 @@ def test_defaults_are_one_device_that_keeps_everything() -> None:
     assert default == Strategy()
     assert (default.world, default.dp, default.zero, default.sp) == (1, 1, 0, False)
     assert (default.schedule, default.cp_method) == ("1f1b", "ring")
-    assert (default.recompute, default.offload, default.wrap) == ("none", "none", "block")
+    assert (default.recompute, default.offload, default.wrap) == ("none", "none", "auto")
 
 
 @given(strategies())
@@ -164,7 +169,7 @@ def test_canonical_form_leaves_defaults_out(strategy: Strategy) -> None:
     assert words[0] == f"dp={strategy.dp}"
     assert "sp=on" not in words
     assert not {f"{key}=1" for key in ("tp", "pp", "cp", "ep", "replicate", "shard")} & set(words)
-    assert not {"zero=0", "schedule=1f1b", "cp_method=ring", "recompute=none", "offload=none", "wrap=block"} & {*words}
+    assert not {"zero=0", "schedule=1f1b", "cp_method=ring", "recompute=none", "offload=none", "wrap=auto"} & {*words}
 
 
 def test_canonical_form_is_what_people_write() -> None:
@@ -201,8 +206,36 @@ def test_processes_are_known_before_any_is_started(text: str, expected: int | No
 
 
 def test_processes_of_an_unknown_key_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown key 'ddp'"):
-        Strategy.processes("ddp=2")
+    for count in (Strategy.processes, Strategy.fewest_processes):
+        with pytest.raises(ConfigError, match="unknown key 'ddp'"):
+            count("ddp=2")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auto", 1),
+        ("zero=3", 1),
+        ("tp=2", 2),
+        ("tp=2 pp=3 cp=5 zero=1", 30),
+        ("zero=3 replicate=4", 4),
+        ("zero=3 shard=4 tp=2", 8),
+        ("dp=6 tp=2", 12),
+        ("replicate=2 shard=3 zero=2", 6),
+    ],
+)
+def test_fewest_processes_are_those_that_the_degrees_need(text: str, expected: int) -> None:
+    assert Strategy.fewest_processes(text) == expected
+    assert Strategy.parse(text, expected).world == expected
+
+
+@given(strategies())
+def test_fewest_processes_are_enough_when_data_parallelism_is_left_out(strategy: Strategy) -> None:
+    words = [word for word in str(strategy).split() if not word.startswith(("dp=", "ep="))]
+    text = " ".join(words)
+    fewest = Strategy.fewest_processes(text)
+    assert Strategy.parse(text, fewest).world == fewest
+    assert strategy.world % fewest == 0
 
 
 def test_strategies_cannot_change_and_serve_as_keys() -> None:
@@ -224,11 +257,19 @@ def test_fields_are_given_by_name() -> None:
     [
         ("dp=3", "it needs 3 processes and there are 4; start with --nproc 3 or leave dp out"),
         ("dp=4 tp=2", "it needs 8 processes and there are 4; start with --nproc 8 or leave dp out"),
-        ("tp=3", "tp=3 does not divide 4 processes; tp can be 1, 2, 4"),
-        ("cp=8", "cp=8 does not divide 4 processes; cp can be 1, 2, 4"),
-        ("pp=3", "pp=3 does not divide 4 processes; pp can be 1, 2, 4"),
-        ("tp=2 pp=4", "pp=4 does not divide 2 processes (what the other degrees leave of 4); pp can be 1, 2"),
-        ("tp=2 cp=3", "cp=3 does not divide 2 processes (what the other degrees leave of 4); cp can be 1, 2"),
+        ("tp=3", "tp=3 does not divide 4 processes; tp can be 1, 2, 4, or start more processes"),
+        ("cp=8", "cp=8 does not divide 4 processes; cp can be 1, 2, 4, or start more processes"),
+        ("pp=3", "pp=3 does not divide 4 processes; pp can be 1, 2, 4, or start more processes"),
+        (
+            "tp=2 pp=4",
+            "pp=4 does not divide 2 processes (what the other degrees leave of 4); pp can be 1, 2, "
+            "or start more processes",
+        ),
+        (
+            "tp=2 cp=3",
+            "cp=3 does not divide 2 processes (what the other degrees leave of 4); cp can be 1, 2, "
+            "or start more processes",
+        ),
         ("ep=3", "ep=3 must divide dp=4; ep can be 1, 2, 4"),
         ("tp=2 ep=4", "ep=4 must divide dp=2; ep can be 1, 2"),
         ("shard=4", "shard=4 needs something to shard; add zero=1, 2 or 3"),
@@ -251,6 +292,7 @@ def test_fields_are_given_by_name() -> None:
         ("sp=on", "sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it"),
         ("tp=2 sp=maybe", "sp=maybe is neither on nor off"),
         ("wrap=size:100", "wrap=size:100 says what is gathered together; add zero=2 or 3, or drop it"),
+        ("wrap=block", "wrap=block says what is gathered together; add zero=2 or 3, or drop it"),
         ("zero=1 wrap=name:mlp", "wrap=name:mlp says what is gathered together; add zero=2 or 3, or drop it"),
     ],
 )
@@ -272,11 +314,11 @@ def test_refusal_says_what_to_change(text: str, expected: str) -> None:
         ("recompute=first:0", "none, full, selective, first:N", "first:N"),
         ("recompute=full:2", "none, full, selective, first:N", "full"),
         ("offload=parameter", "none, optimizer, parameters", "parameters"),
-        ("zero=3 wrap=blocks", "block, size:N, name:A+B", "block"),
-        ("zero=3 wrap=size:", "block, size:N, name:A+B", "size:N"),
-        ("zero=3 wrap=size:-5", "block, size:N, name:A+B", "size:N"),
-        ("zero=3 wrap=name:", "block, size:N, name:A+B", None),
-        ("zero=3 wrap=name:mlp+", "block, size:N, name:A+B", None),
+        ("zero=3 wrap=blocks", "auto, block, size:N, name:A+B", "block"),
+        ("zero=3 wrap=size:", "auto, block, size:N, name:A+B", "size:N"),
+        ("zero=3 wrap=size:-5", "auto, block, size:N, name:A+B", "size:N"),
+        ("zero=3 wrap=name:", "auto, block, size:N, name:A+B", None),
+        ("zero=3 wrap=name:mlp+", "auto, block, size:N, name:A+B", None),
         ("offload=", "none, optimizer, parameters", None),
     ],
 )
@@ -305,9 +347,40 @@ def test_what_cannot_run_yet_is_refused_with_the_key_to_leave_out(key: str) -> N
     assert check_refusal(f"{key}=2", 2) == f"{key}=2: this version cannot run it; leave {key} out"
 
 
+@pytest.mark.parametrize("key", ["pp", "cp", "ep"])
+def test_no_model_at_all_gets_what_cannot_run_yet(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}=2: this version cannot run it"):
+        Strategy.parse(f"{key}=2", 2).check_any(2)
+
+
 def test_check_refuses_a_world_that_is_not_its_own() -> None:
-    with pytest.raises(ConfigError, match="dp=4': it needs 4 processes and there are 2"):
-        Strategy(replicate=4).check(MODEL, 2)
+    for check in (Strategy(replicate=4).check_any, lambda world: Strategy(replicate=4).check(MODEL, world)):
+        with pytest.raises(ConfigError, match="dp=4': it needs 4 processes and there are 2"):
+            check(2)
+
+
+@pytest.mark.parametrize("text", ["offload=parameters", "zero=1 offload=parameters", "zero=3 tp=2 offload=parameters"])
+def test_parameters_that_are_not_sharded_cannot_move_to_the_host(text: str) -> None:
+    assert check_refusal(text, 2) == (
+        "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
+        "add zero=3 and more processes, or use offload=optimizer"
+    )
+    for each in ("zero=2 offload=parameters", "zero=3 offload=parameters", "offload=optimizer"):
+        Strategy.parse(each, 2).check(MODEL, 2)
+
+
+@pytest.mark.parametrize("text", ["zero=1", "zero=3", "tp=2", "offload=optimizer"])
+def test_optimizer_that_needs_whole_parameters_is_refused_where_they_are_not(text: str) -> None:
+    strategy = Strategy.parse(text, 2)
+    with pytest.raises(ConfigError) as caught:
+        strategy.check(MODEL, 2, optimizer="adafactor")
+    assert str(caught.value).endswith(
+        "train.optimizer=adafactor needs whole parameters and cannot be sharded; "
+        "use zero=0 and tp=1 without offload, or train.optimizer=adamw"
+    )
+    for optimizer in ("adamw", "sgd"):
+        strategy.check(MODEL, 2, optimizer=optimizer)
+    Strategy.parse("dp=2", 2).check(MODEL, 2, optimizer="adafactor")
 
 
 @pytest.mark.parametrize(

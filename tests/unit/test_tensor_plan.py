@@ -14,10 +14,10 @@ from meshwright.models.shapes import shapes_of
 from meshwright.models.tensor_plan import TENSOR_PLAN, Rule, cut_dimension, rule_of, tensor_plan
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.tensor import check
-from meshwright.strategy import Strategy
 from tests.unit.specs import SPECS, small
 
-RULES = "region, column, row, heads, shared, experts, vocabulary, head, tokens, lookup, dropout"
+OF_PARAMETERS = "column, row, heads, shared, experts, vocabulary, head, tokens, lookup, dropout"
+RULES = f"region, {OF_PARAMETERS}"
 
 
 def cuts_of(name: str, tp: int) -> dict[str, int | None]:
@@ -34,7 +34,8 @@ def cuts_of(name: str, tp: int) -> dict[str, int | None]:
 @pytest.mark.parametrize("name", SPECS)
 def test_every_parameter_is_covered(name: str) -> None:
     model = build_meta(SPECS[name])
-    check(model)
+    for tp in (2, 4):
+        check(model, tp)
     for path, module in model.named_modules():
         if module._parameters:
             rule = rule_of(model.tensor_plan, path)
@@ -138,9 +139,9 @@ class WithTable(Decoder):
         return self.changes | super().tensor_plan | self.changes
 
 
-def refusal(model: nn.Module) -> str:
+def refusal(model: nn.Module, tp: int = 2) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(model)
+        check(model, tp)
     return str(caught.value)
 
 
@@ -149,28 +150,61 @@ def test_parameter_that_no_rule_covers_is_refused_by_name() -> None:
     model.model.layers["1"].gain = nn.Parameter(torch.empty(16, device="meta"))
     assert refusal(model) == (
         "no rule of Decoder.tensor_plan covers the parameter model.layers.1.gain; "
-        f"give 'model.layers.1' one of {RULES}, or use tp=1"
+        f"give its module one of {OF_PARAMETERS}, or use tp=1"
     )
 
 
 def test_module_that_no_rule_covers_is_refused_by_name() -> None:
     model = build_meta(small())
     model.model.layers["0"].adapter = nn.Sequential(nn.ReLU(), nn.Linear(16, 16, device="meta"))
-    said = refusal(model)
-    assert "covers the parameter model.layers.0.adapter.1.weight; give 'model.layers.0.adapter.1' one of" in said
+    assert "covers the parameter model.layers.0.adapter.1.weight; give its module one of" in refusal(model)
 
 
 def test_parameter_of_a_region_itself_is_refused() -> None:
     model = build_meta(small())
     model.model.layers["0"].self_attn.sinks = nn.Parameter(torch.empty(4, device="meta"))
-    assert "covers the parameter model.layers.0.self_attn.sinks; give 'model.layers.0.self_attn'" in refusal(model)
+    assert "covers the parameter model.layers.0.self_attn.sinks; give its module one of" in refusal(model)
+
+
+def test_parameter_of_the_root_is_refused_by_its_name() -> None:
+    model = build_meta(small())
+    model.temperature = nn.Parameter(torch.empty((), device="meta"))
+    assert "covers the parameter temperature; give its module one of" in refusal(model)
+
+
+def test_row_without_a_module_is_refused() -> None:
+    with torch.device("meta"):
+        model = WithTable(small())
+    model.changes = {"model.layers.*.mlp.upward": "column"}
+    assert refusal(model) == (
+        "WithTable.tensor_plan has a row 'model.layers.*.mlp.upward', and no module of that name; mend or remove it"
+    )
+
+
+@pytest.mark.parametrize(("heads", "tp"), [(6, 4), (3, 2), (4, 6)])
+def test_heads_that_cannot_be_dealt_out_are_refused(heads: int, tp: int) -> None:
+    with torch.device("meta"):
+        model = WithTable(small())
+    model.changes = {"model.layers.*.self_attn.[kv]_proj": f"heads:{heads}"}
+    assert refusal(model, tp) == (
+        f"tp={tp} cannot deal out the {heads} heads of model.layers.0.self_attn.k_proj; "
+        "it must divide them or be a multiple"
+    )
+    for legal in (heads, 1, 3 * heads):
+        check(model, legal)
+
+
+def test_embedding_that_changes_when_it_is_read_is_refused() -> None:
+    model = build_meta(small())
+    model.model.embed_tokens.max_norm = 1.0
+    assert refusal(model).startswith("model.embed_tokens has max_norm")
 
 
 def test_modules_and_places_without_parameters_need_no_rule() -> None:
     model = build_meta(small())
     model.model.layers["0"].extra = nn.Sequential(nn.ReLU(), nn.Identity())
     model.model.layers["0"].register_parameter("absent", None)
-    check(model)
+    check(model, 2)
 
 
 @pytest.mark.parametrize("module", ["lm_head", "model.layers.*.mlp.up_proj", "model.layers.*.attention_dropout"])
@@ -188,7 +222,8 @@ def test_model_without_a_table_is_refused_with_what_to_write() -> None:
     assert said.endswith("or use tp=1")
 
 
-def test_parallelize_refuses_before_any_process_group_is_made() -> None:
+def test_parallelize_refuses_before_any_process_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # As a launcher says it.
     with pytest.raises(ConfigError, match="how Linear is split"):
-        parallelize(nn.Linear(2, 2), Strategy(tp=2))
+        parallelize(nn.Linear(2, 2), "tp=2")
     assert not dist.is_initialized()

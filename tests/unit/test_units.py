@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from meshwright.cuts import SMALL_UNIT
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import build_meta
@@ -18,9 +19,16 @@ PLAIN, TIED = build_meta(small(num_hidden_layers=3)), build_meta(small(num_hidde
 
 
 def paths(model: nn.Module, wrap: str) -> list[str]:
-    """The names of the units, in their order."""
+    """The names of the units, in their order; modules that are wrapped together are joined."""
     names = {module: path for path, module in model.named_modules()}
-    return [names[unit] for unit in units_of(model, wrap)]
+    return ["+".join(names[module] for module in unit) for unit in units_of(model, wrap)]
+
+
+def modules_of(model: nn.Module, wrap: str) -> list[nn.Module]:
+    """The modules of units of one module each, in their order."""
+    units = units_of(model, wrap)
+    assert all(len(unit) == 1 for unit in units)
+    return [module for (module,) in units]
 
 
 def own_count(module: nn.Module, units: list[nn.Module]) -> int:
@@ -32,11 +40,12 @@ def own_count(module: nn.Module, units: list[nn.Module]) -> int:
 @pytest.mark.parametrize("name", SPECS)
 def test_blocks_are_the_layers(name: str) -> None:
     model = build_meta(SPECS[name])
-    assert units_of(model, "block") == blocks_of(model) == list(model.model.layers.values())
+    assert modules_of(model, "block") == blocks_of(model) == list(model.model.layers.values())
 
 
 def test_a_model_without_lists_has_no_blocks() -> None:
-    assert units_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "block") == []
+    for wrap in ("auto", "block"):
+        assert units_of(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), wrap) == []
 
 
 def test_blocks_of_a_list_count_too() -> None:
@@ -60,7 +69,7 @@ def test_names_are_last_parts_or_whole_paths() -> None:
 
 def test_inner_modules_come_before_those_around_them() -> None:
     for wrap in ("name:mlp+1+q_proj+self_attn+model", "size:1", "size:300", "size:600"):
-        units = units_of(PLAIN, wrap)
+        units = modules_of(PLAIN, wrap)
         assert len(units) > 3
         for index, unit in enumerate(units):
             assert not set(unit.modules()) & set(units[index + 1 :]), wrap
@@ -76,7 +85,7 @@ def test_tied_weights_go_with_the_root() -> None:
     assert {"model.embed_tokens", "lm_head"} <= set(paths(PLAIN, "size:1"))
     assert not {"model.embed_tokens", "lm_head", "model"} & set(paths(TIED, "size:1"))
     assert all(
-        parameter is not TIED.lm_head.weight for unit in units_of(TIED, "size:1") for parameter in unit.parameters()
+        parameter is not TIED.lm_head.weight for unit in modules_of(TIED, "size:1") for parameter in unit.parameters()
     )
 
 
@@ -121,10 +130,9 @@ def test_parameters_of_a_module_itself_count() -> None:
 
 
 @pytest.mark.parametrize("model", [PLAIN, TIED, build_meta(SPECS["shared experts"])], ids=["plain", "tied", "experts"])
-@settings(deadline=None)
 @given(least=st.integers(1, 6000))
 def test_units_of_a_size_reach_it_and_nothing_else_does(model: Decoder, least: int) -> None:
-    units = units_of(model, f"size:{least}")
+    units = modules_of(model, f"size:{least}")
     tied = model.spec.tie_word_embeddings
     outside = {model, model.model.layers, *((model.model, model.model.embed_tokens, model.lm_head) if tied else ())}
     for module in model.modules():
@@ -133,3 +141,33 @@ def test_units_of_a_size_reach_it_and_nothing_else_does(model: Decoder, least: i
             assert module not in outside
         else:
             assert module in outside or own_count(module, units) < least
+
+
+def layered(*widths: int) -> nn.Module:
+    """A model whose layers have a thousand parameters per unit of width."""
+    return nn.Sequential(nn.ModuleList(nn.Linear(1000, width, bias=False, device="meta") for width in widths))
+
+
+def test_small_layers_are_wrapped_with_their_neighbours() -> None:
+    assert SMALL_UNIT == 1_048_576
+    assert paths(layered(1049, 1049), "auto") == ["0.0", "0.1"]
+    assert paths(layered(1048, 1049), "auto") == ["0.0+0.1"]
+    assert paths(layered(500, 500, 500, 1), "auto") == ["0.0+0.1+0.2", "0.3"]
+    assert paths(layered(5000, 1, 1, 5000, 1), "auto") == ["0.0", "0.1+0.2+0.3", "0.4"]
+    assert paths(layered(5000, 1, 1, 5000, 1), "block") == ["0.0", "0.1", "0.2", "0.3", "0.4"]
+    assert paths(PLAIN, "auto") == ["model.layers.0+model.layers.1+model.layers.2"]
+
+
+@pytest.mark.parametrize("wrap", ["auto", "block"])
+def test_layers_that_share_a_parameter_or_a_module_go_with_the_root(wrap: str) -> None:
+    model = layered(1, 2, 1, 3)
+    model[0][2].weight = model[0][0].weight
+    assert paths(model, wrap) == {"auto": ["0.1+0.3"], "block": ["0.1", "0.3"]}[wrap]
+    again = nn.Sequential(nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3)))
+    again[0][1][0] = again[0][2][0]
+    assert paths(again, wrap) == ["0.0"]
+
+
+def test_the_name_of_a_list_stands_for_its_members() -> None:
+    assert set(paths(PLAIN, "name:layers")) == {f"model.layers.{layer}" for layer in range(3)}
+    assert set(paths(PLAIN, "name:layers+lm_head")) == {"lm_head", *(f"model.layers.{layer}" for layer in range(3))}
