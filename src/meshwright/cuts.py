@@ -29,8 +29,13 @@ SMALL_UNIT = 1 << 20
 """Parameters below which layers are gathered together with their neighbours: a collective of less is mostly waiting."""
 
 
-def group_small(sizes: Sequence[int], least: int = SMALL_UNIT) -> list[list[int]]:
-    """Neighbours in groups, each of at least that size where there is so much; gives their indices."""
+def group_small(sizes: Sequence[int], total: int, least: int = SMALL_UNIT) -> list[list[int]]:
+    """Layers of those sizes in groups of neighbours, each of at least that size where there is so much.
+
+    Gives their indices; nothing where the whole model is small, which is one unit then.
+    """
+    if total < least:
+        return []
     groups: list[list[int]] = []
     room = False
     for index in range(len(sizes)):
@@ -40,3 +45,18 @@ def group_small(sizes: Sequence[int], least: int = SMALL_UNIT) -> list[list[int]
             groups.append([index])
         room = sum(sizes[one] for one in groups[-1]) < least
     return groups
+
+
+BUCKET_BYTES = 25 << 20
+"""How many bytes of updated parameters are gathered at once."""
+
+
+def buckets_of(sizes: Sequence[int], most: int = BUCKET_BYTES) -> list[list[int]]:
+    """Neighbours in buckets of at most that size, larger ones alone; gives their indices."""
+    buckets: list[list[int]] = []
+    for index, size in enumerate(sizes):
+        if buckets and sum(sizes[one] for one in buckets[-1]) + size <= most:
+            buckets[-1].append(index)
+        else:
+            buckets.append([index])
+    return buckets

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.models.shapes import shapes_of
 
 if TYPE_CHECKING:
     from meshwright.models.spec import ModelSpec
@@ -35,6 +36,13 @@ OFFLOAD = ("none", "optimizer", "parameters")
 WRAP = ("auto", "block", "size:N", "name:A+B")
 WHOLE_PARAMETERS = ("adafactor",)
 """Optimizers whose update of an element depends on others of its parameter."""
+CHOICES = {
+    "schedule": SCHEDULES,
+    "cp_method": CP_METHODS,
+    "recompute": RECOMPUTE,
+    "offload": OFFLOAD,
+    "wrap": WRAP,
+}
 KEYS = (*DEGREES, "zero", "sp", "schedule", "cp_method", "recompute", "offload", "wrap")
 
 
@@ -69,6 +77,19 @@ class Strategy:
     wrap: str = "auto"
     """What is gathered together under zero=2 and 3: auto (each layer, small ones with their neighbours), block (each
     layer), size:N (at least N parameters), name:A+B (modules)."""
+
+    def __post_init__(self) -> None:
+        for key in ("pp", "replicate", "shard", "cp", "tp", "ep"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"{key}={getattr(self, key)} is not a degree; use a whole number from 1")
+        if self.zero not in range(4):
+            raise ConfigError(f"zero={self.zero} is not a stage; stages are 0, 1, 2 and 3")
+        if self.zero == 0 and self.shard > 1:
+            raise ConfigError(f"shard={self.shard} needs something to shard; add zero=1, 2 or 3")
+        if self.sp and self.tp == 1:
+            raise ConfigError("sp splits tokens over tensor-parallel ranks; add tp=2, or drop it")
+        for key, choices in CHOICES.items():
+            _choice(f"{key}={getattr(self, key)}", {key: getattr(self, key)}, key, choices)
 
     @property
     def dp(self) -> int:
@@ -105,11 +126,7 @@ class Strategy:
             ep=given.get("ep", 1),
             zero=zero,
             sp=sp == "on",
-            schedule=_choice(text, words, "schedule", SCHEDULES),
-            cp_method=_choice(text, words, "cp_method", CP_METHODS),
-            recompute=_choice(text, words, "recompute", RECOMPUTE),
-            offload=_choice(text, words, "offload", OFFLOAD),
-            wrap=_choice(text, words, "wrap", WRAP),
+            **{key: _choice(text, words, key, choices) for key, choices in CHOICES.items()},
         )
         if strategy.world != world:
             raise _refuse(
@@ -162,6 +179,7 @@ class Strategy:
         """Raise a ConfigError unless that model can be trained so on that many processes."""
         self.check_any(world, optimizer)
         self._check_tensor(model, sequence_length)
+        self._check_wrap(model)
         kind, _, count = self.recompute.partition(":")
         if kind == "first" and int(count) > model.num_hidden_layers:
             layers = model.num_hidden_layers
@@ -184,8 +202,19 @@ class Strategy:
             raise _refuse(
                 str(self),
                 "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
-                "add zero=3 and more processes, or use offload=optimizer",
+                "use zero=3 on more processes, or offload=optimizer",
             )
+
+    def _check_wrap(self, model: ModelSpec) -> None:
+        """Names must be those of the decoder's modules."""
+        kind, _, names = self.wrap.partition(":")
+        if kind != "name":
+            return
+        paths = {name.rpartition(".")[0].split(".", 3)[-1] for name in shapes_of(model)}
+        known = sorted({part for path in paths for part in path.split(".") if not part.isdecimal()} | {"layers"})
+        for name in names.split("+"):
+            if name.split(".")[-1] not in known and not name.split(".")[-1].isdecimal():
+                raise _refuse(str(self), f"the model has no module '{name}'; it has {', '.join(known)}")
 
     def _check_tensor(self, model: ModelSpec, sequence_length: int | None) -> None:
         """Heads are dealt out whole; key-value heads may be held by several ranks; tokens are dealt out evenly."""
@@ -201,7 +230,9 @@ class Strategy:
             )
         for name, size in (("vocab_size", model.vocab_size), ("intermediate_size", model.intermediate_size)):
             if size < self.tp:
-                raise _refuse(str(self), f"tp={self.tp} is more than the model's {name}={size}")
+                legal = [n for n in legal if n <= size]
+                reason = f"tp={self.tp} is more than the model's {name}={size}; tp can be {_list(legal)}"
+                raise _refuse(str(self), reason)
         if self.sp and sequence_length is not None and sequence_length % self.tp:
             below = sequence_length // self.tp * self.tp
             legal_lengths = f"{below} or {below + self.tp}" if below else str(self.tp)
@@ -250,8 +281,9 @@ def _copies(text: str, given: Mapping[str, int], zero: int, dp: int) -> tuple[in
         shard = given.get("shard", dp)
         replicate = dp // shard
     if replicate * shard != dp:
-        if "dp" in given and {"replicate", "shard"} <= given.keys():
-            raise _refuse(text, f"dp={dp} is not replicate={replicate} x shard={shard}; leave one of the three out")
+        if {"replicate", "shard"} <= given.keys():
+            found = f"dp={dp}" if "dp" in given else f"{dp} data-parallel processes"
+            raise _refuse(text, f"replicate={replicate} x shard={shard} is not {found}; leave one of them out")
         key = "replicate" if "replicate" in given else "shard"
         found = f"dp={dp}" if "dp" in given else f"{dp} data-parallel processes"
         legal = [dp] if zero == 0 else _divisors(dp)

@@ -33,6 +33,7 @@ STRATEGIES = [
     "dp=3 zero=3 wrap=block",
     "dp=4 zero=2 replicate=2",
     "dp=4 zero=1 replicate=2",
+    "dp=2 zero=3 replicate=2",
     "dp=1 tp=2",
     "dp=1 tp=4 sp=off",
     "dp=2 tp=2",
@@ -69,6 +70,7 @@ class Peak(TorchDispatchMode):
         ]
         self.is_sharded = step.strategy.zero >= 2 and step.strategy.dp > 1
         self.gathered = self.gradients = 0
+        self.seen: dict[int, int] = {}
 
     def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
         result = operation(*inputs, **(options or {}))
@@ -81,7 +83,10 @@ class Peak(TorchDispatchMode):
             gradients += storage_bytes(one.sharded_param.grad for one in held)
             gradients += storage_bytes(group._partial_reduce_output for group in self.groups)
         else:
-            gradients = sum(local(one.grad).nbytes for one in self.parameters if one.grad is not None)
+            # Where they lie at any time of the step counts: whoever reduces them may keep them there.
+            storages = [local(one.grad).untyped_storage() for one in self.parameters if one.grad is not None]
+            self.seen |= {storage.data_ptr(): storage.nbytes() for storage in storages}
+            gradients = sum(self.seen.values())
         self.gradients = max(self.gradients, gradients)
         return result
 

@@ -280,7 +280,7 @@ def test_fields_are_given_by_name() -> None:
         ("tp=2 replicate=4", "replicate=4 does not fit 2 data-parallel processes; replicate can be 2"),
         ("zero=3 shard=8", "shard=8 does not fit 4 data-parallel processes; shard can be 1, 2, 4"),
         ("zero=3 shard=3", "shard=3 does not fit 4 data-parallel processes; shard can be 1, 2, 4"),
-        ("dp=4 zero=2 replicate=2 shard=4", "dp=4 is not replicate=2 x shard=4; leave one of the three out"),
+        ("dp=4 zero=2 replicate=2 shard=4", "replicate=2 x shard=4 is not dp=4; leave one of them out"),
         ("zero=4", "zero=4 is not a stage; stages are 0, 1, 2 and 3"),
         ("dp=0", "dp needs a whole number from 1, not '0'"),
         ("tp=two", "tp needs a whole number from 1, not 'two'"),

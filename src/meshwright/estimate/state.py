@@ -62,7 +62,7 @@ def state_bytes(
     ]
     # Zero=3: the root stays gathered, and the layers take turns. What is under way to the next one lies in a buffer of
     # the collective, which is no parameter yet.
-    together = sum(of_blocks) if strategy.zero == 2 else max(of_blocks)
+    together = sum(of_blocks) if strategy.zero == 2 else max(of_blocks, default=0)
     return StateBytes(
         parameters=padded * stored,
         gathered=(of_root + together) * (computed or stored),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.cuts import longest_part, part_length
+from meshwright.cuts import buckets_of, longest_part, part_length
 from meshwright.estimate.units import rule_for, units_of
 from meshwright.models.shapes import Shape, shapes_of
 from meshwright.models.spec import ModelSpec
@@ -148,23 +148,35 @@ def _data(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work, tp_
     units = [list(unit.values()) for unit in (*layers, root)]
     if strategy.zero < 2:
         elements = sum(prod(shape) for unit in units for shape in unit)
-        # DDP fills buckets of its own; one holds a small model. `replicate` reduces unit by unit.
+        # DDP fills buckets of its own: one holds a small model, and of a large one only the bytes are exact.
+        # `replicate` reduces unit by unit.
         buckets = [elements] if strategy.tp == 1 else [sum(map(prod, unit)) for unit in units]
         for size in buckets:
             traffic.add(ALL_REDUCE, "data", size * work.stored)
         if strategy.zero == 1 and strategy.shard > 1:
-            shapes = [shape for unit in units for shape in unit]
-            rows = [sum(_rows(shape, strategy.shard, rank) for shape in shapes) for rank in range(strategy.shard)]
-            traffic.add(ALL_GATHER, "shard", strategy.shard * max(rows) * work.stored)
+            shapes = _in_groups(spec, strategy, tp_rank)
+            for bucket in buckets_of([prod(shape) * work.stored for shape in shapes]):
+                taken = [shapes[index] for index in bucket]
+                rows = [sum(_rows(shape, strategy.shard, rank) for shape in taken) for rank in range(strategy.shard)]
+                traffic.add(ALL_GATHER, "shard", strategy.shard * max(rows) * work.stored)
         return
     for unit, is_root in [(unit, index == len(units) - 1) for index, unit in enumerate(units)]:
         size = strategy.shard * sum(longest_part(shape[0], strategy.shard) * prod(shape[1:]) for shape in unit)
         # Zero=2 gathers once a step; zero=3 gathers for every pass, but the root stays from forward to backward.
         gathers = 1 if strategy.zero == 2 else work.micro_steps * (1 if is_root else 2)
-        traffic.add(ALL_GATHER, "shard", size * work.computed, gathers)
-        traffic.add(REDUCE_SCATTER, "shard", size * work.stored, work.micro_steps)
+        if strategy.shard > 1:
+            traffic.add(ALL_GATHER, "shard", size * work.computed, gathers)
+            traffic.add(REDUCE_SCATTER, "shard", size * work.stored, work.micro_steps)
         if strategy.replicate > 1:
             traffic.add(ALL_REDUCE, "replicate", size // strategy.shard * work.stored)
+
+
+def _in_groups(spec: ModelSpec, strategy: Strategy, tp_rank: int) -> list[Shape]:
+    """This rank's parts in the optimizer's order: what decays, then what does not."""
+    layers, root = units_of(spec, strategy, tp_rank)
+    held = {name: shape for unit in (*layers, root) for name, shape in unit.items()}
+    shapes = [held[name] for name in shapes_of(spec)]
+    return [shape for shape in shapes if len(shape) >= 2] + [shape for shape in shapes if len(shape) < 2]
 
 
 def _rows(shape: Shape, parts: int, index: int) -> int:

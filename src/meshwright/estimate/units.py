@@ -32,7 +32,11 @@ def units_of(spec: ModelSpec, strategy: Strategy, tp_rank: int) -> tuple[list[Un
             sizes[layer] += prod(shape)
         else:
             root[name] = tuple(part)
-    groups = group_small(sizes) if strategy.wrap == "auto" else [[layer] for layer in range(len(layers))]
+    groups = [[layer] for layer in range(len(layers))]
+    if strategy.wrap == "auto":
+        groups = group_small(sizes, sum(map(prod, shapes_of(spec).values())))
+    if not groups:
+        return [], {name: shape for unit in (*layers, root) for name, shape in unit.items()}
     return [{name: shape for layer in group for name, shape in layers[layer].items()} for group in groups], root
 
 

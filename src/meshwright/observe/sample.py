@@ -27,6 +27,7 @@ class Sample(Hook):
         made = "".join(
             continue_text(trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, seed=trainer.config.run.seed)
         )
+        trainer.one_step.parallel.reshard()
         if not trainer.world.is_first:
             return
         text = Text(self.prompt, style="bold")

@@ -19,13 +19,14 @@ TOKENS = 1
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None) -> Tensor:
+        ctx.group, ctx.dtype = group, dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradients[0].contiguous(), ctx.group), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        gradient = gradients[0].contiguous()
+        return all_reduce(gradient.to(ctx.dtype or gradient.dtype), ctx.group).to(gradient.dtype), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -60,9 +61,9 @@ class _SumTokens(torch.autograd.Function):
         return all_gather(gradients[0], TOKENS, ctx.group), None
 
 
-def copy(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What all ranks hold alike, for work that they split: its gradient is summed."""
-    return _Copy.apply(x, group)
+def copy(x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> Tensor:
+    """What all ranks hold alike, for work that they split: its gradient is summed, in that dtype or its own."""
+    return _Copy.apply(x, group, dtype)
 
 
 def add_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:

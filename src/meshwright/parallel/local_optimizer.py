@@ -12,7 +12,7 @@ DTensors, which say where in the whole it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,14 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from meshwright.cuts import buckets_of
 from meshwright.errors import ConfigError
 from meshwright.models.parts import part_like
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.torch_releases import all_gather_into
 from meshwright.torch_private import is_shard, shard_within
-
-GATHER_BYTES = 25 << 20
-"""How many bytes of parameters are gathered at once."""
 
 BY_ELEMENT = (
     torch.optim.AdamW,
@@ -88,7 +86,11 @@ class LocalOptimizer(torch.optim.Optimizer):
         super().__init__(own, self._inner.defaults)
         # One and the same as those of the optimizer that does the work, so that schedulers reach it.
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        self._buckets = list(_buckets(list(self._held))) if self._axis is not None else []
+        self._complete = True
+        held = list(self._held)
+        sizes = [_local(parameter).nbytes for parameter in held]
+        buckets = buckets_of(sizes) if self._axis is not None else []
+        self._buckets = [[held[index] for index in bucket] for bucket in buckets]
 
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
         part = self._own(parameter.detach())
@@ -110,7 +112,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or of its gradient that this rank updates; a view."""
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = _local(tensor)
         return local if self._axis is None else _chunk(local, self._axis)
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -134,6 +136,8 @@ class LocalOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update this rank's parts; with rows, gather everybody's."""
+        if closure is not None:
+            raise ValueError("a split optimizer takes no closure; compute the loss and its gradients before step()")
         for parameter, held in self._held.items():
             own = self._own(parameter)
             if parameter.grad is None:
@@ -153,15 +157,33 @@ class LocalOptimizer(torch.optim.Optimizer):
             self._gather(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
+        """Drop the gradients, or fill them with zeros where they lie."""
         for parameter in self._held:
-            parameter.grad = None
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank's parts, by number; a checkpoint by name, for any strategy, is the trainer's."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` gave on this rank under the same strategy."""
+        self._inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made."""
+        if getattr(self, "_complete", False):
+            raise ValueError("a split optimizer takes all parameter groups when it is made")
+        super().add_param_group(param_group)
 
     def _gather(self, bucket: Sequence[nn.Parameter]) -> None:
         """Every rank sends its rows of a bucket of parameters, padded to the size of the largest share."""
         assert self._axis is not None
         size = self._axis.size()
-        wholes = [p.to_local() if isinstance(p, DTensor) else p.data for p in bucket]
+        wholes = [_local(parameter.data) for parameter in bucket]
         pieces = [_chunks(whole, size) for whole in wholes]
         longest = max(sum(chunks[rank].numel() for chunks in pieces) for rank in range(size))
         mine = wholes[0].new_zeros(longest)
@@ -177,6 +199,10 @@ class LocalOptimizer(torch.optim.Optimizer):
                 start += rows.numel()
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _chunks(tensor: Tensor, size: int) -> list[Tensor]:
     """Dim-0 chunks as DTensor cuts them: as many rows each but for the last ones, which may have none."""
     chunks = list(tensor.chunk(size))
@@ -185,15 +211,3 @@ def _chunks(tensor: Tensor, size: int) -> list[Tensor]:
 
 def _chunk(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     return _chunks(tensor, mesh.size())[mesh.get_local_rank()]
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        full = sum(p.nbytes for p in bucket) + parameter.nbytes > GATHER_BYTES
-        if bucket and (full or bucket[0].dtype != parameter.dtype):
-            yield bucket
-            bucket = []
-        bucket.append(parameter)
-    if bucket:
-        yield bucket

@@ -117,7 +117,7 @@ def parallelize(
     world = _world_size()
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy, world)
-    policy = precision or Precision(*(next(model.parameters()).dtype,) * 4)
+    policy = precision or Precision(*(next(model.parameters()).dtype,) * 3, buffer=None)
     _check(model, strategy, world)
     if mesh is None and strategy.world > 1:
         _start_group()
@@ -137,7 +137,7 @@ def _apply(
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
             mixture.auxiliary_factor = (strategy.dp if reduction == "mean" else 1) / strategy.tp
         if strategy.tp > 1:
-            tensor.apply(model, mesh["tp"], strategy.sp)
+            tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
     # The decoder draws no random numbers of its own; another model may.

@@ -26,8 +26,8 @@ class Precision:
     """Of parameters where the model computes with them, and so of activations."""
     reduce: torch.dtype = torch.float32
     """Of gradients where they are summed over ranks."""
-    buffer: torch.dtype = torch.float32
-    """Of the model's own state that is not trained."""
+    buffer: torch.dtype | None = torch.float32
+    """Of the model's own state that is not trained; None leaves it as it is."""
 
     @property
     def mixed(self) -> bool:
@@ -42,7 +42,7 @@ def apply(model: nn.Module, precision: Precision) -> None:
             if precision.mixed and parameter is not None and parameter.is_floating_point():
                 read_through(module, name, _cast_to(precision.param))
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
+            if precision.buffer and buffer is not None and buffer.is_floating_point():
                 module._buffers[name] = buffer.to(precision.buffer)
 
 

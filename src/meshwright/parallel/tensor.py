@@ -53,6 +53,8 @@ class Axis:
     size: int
     sequence: bool
     """Whether tokens are split where they can be."""
+    reduce: torch.dtype
+    """In which gradients are summed."""
     split: bool = False
     """Whether they are, in the forward pass in hand."""
 
@@ -83,11 +85,11 @@ class Axis:
 
     def sum_gradient(self, parameter: Tensor) -> Tensor:
         """A parameter of which every rank sees a part of the gradient."""
-        return copy(parameter, self.group)
+        return copy(parameter, self.group, self.reduce)
 
     def sum_gradient_of_tokens(self, parameter: Tensor) -> Tensor:
         """A parameter that works on this rank's tokens, where tokens are split."""
-        return copy(parameter, self.group) if self.split else parameter
+        return copy(parameter, self.group, self.reduce) if self.split else parameter
 
 
 def check(model: nn.Module, tp: int) -> None:
@@ -113,6 +115,8 @@ def check(model: nn.Module, tp: int) -> None:
             )
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             raise ConfigError(f"{name} has max_norm, which changes its weights while they are read; tp cannot split it")
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            raise ConfigError(f"{name} has scale_grad_by_freq, which tp does not know; switch it off, or use tp=1")
         if rule is not None and rule.word not in _RULES:
             raise ConfigError(f"{kind}.tensor_plan has no rule '{rule.word}' for {name}; rules are {', '.join(_RULES)}")
         held = [parameter for parameter, value in parameters_of(module).items() if value is not None]
@@ -123,9 +127,9 @@ def check(model: nn.Module, tp: int) -> None:
             )
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
+def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool, reduce: torch.dtype) -> None:
     """Split a model in place over one axis; on the meta device too."""
-    splitter = _Splitter(Axis(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size(), sequence))
+    splitter = _Splitter(Axis(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size(), sequence, reduce))
     plan = getattr(model, "tensor_plan", {})
     for name, module in model.named_modules():
         rule = rule_of(plan, name)
@@ -243,8 +247,9 @@ def _vocabulary(module: nn.Embedding, splitter: _Splitter, rule: Rule) -> None:
     def forward(_: Forward, tokens_BT: Tensor) -> Tensor:
         axis.begin(tokens_BT.shape[1], module.training)
         if rows.start == rows.stop:
-            # More ranks than rows to go round; no token is found here.
-            return axis.leave(module.weight.new_zeros(*tokens_BT.shape, module.embedding_dim))
+            # More ranks than rows to go round: no token is found here, but the ranks go forward and back together.
+            nothing = module.weight.new_zeros(*tokens_BT.shape, module.embedding_dim)
+            return axis.leave(nothing + module.weight.sum())
         absent_BT1 = ((tokens_BT < rows.start) | (tokens_BT >= rows.stop))[..., None]
         found_BTC = F.embedding(
             (tokens_BT - rows.start).clamp(0, rows.stop - rows.start - 1), module.weight, padding_idx=padding

@@ -32,7 +32,8 @@ def units_of(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     if kind == "block":
         return [[block] for block in blocks]
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
-    return [[blocks[index] for index in group] for group in group_small(sizes)]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return [[blocks[index] for index in group] for group in group_small(sizes, total)]
 
 
 def _holders_of_shared(model: nn.Module) -> set[nn.Module]:

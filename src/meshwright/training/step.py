@@ -48,7 +48,7 @@ class TrainingStep:
         self.model = build_meta(spec, precision.stored)
         # Gradients are sums over ranks: the loss is divided by the global count of tokens. DDP's own reduction, an
         # average of a multiple, is the fastest way to the sum.
-        averaged = uses_ddp(strategy)
+        averaged = self._averaged = uses_ddp(strategy) and strategy.dp > 1
         self._loss_factor = strategy.dp if averaged else 1
         self._copies = world.size // strategy.dp
         reduction: Reduction = "mean" if averaged else "sum"
@@ -96,7 +96,8 @@ class TrainingStep:
         taken = self.loss_scale.accept(norm)
         if taken:
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
+        self.optimizer.zero_grad(set_to_none=not self._averaged)
         finish_step(self.model)
         # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
         stop = loss.new_tensor(float(asked_to_stop), dtype=torch.float64)
