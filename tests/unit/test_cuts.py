@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cuts import group_small, longest_part, part, part_length
+from meshwright.cuts import buckets_of, group_small, longest_part, part, part_length
 
 LENGTHS, PARTS = st.integers(0, 300), st.integers(1, 40)
 
@@ -44,7 +44,7 @@ SIZES = st.lists(st.integers(0, 50), max_size=20)
 
 @given(SIZES, st.integers(1, 100))
 def test_groups_are_neighbours_and_just_large_enough(sizes: list[int], least: int) -> None:
-    groups = group_small(sizes, least)
+    groups = group_small(sizes, least, least)
     assert [index for group in groups for index in group] == list(range(len(sizes)))
     for group in groups[:-1]:
         assert sum(sizes[index] for index in group) >= least
@@ -64,4 +64,14 @@ def test_groups_are_neighbours_and_just_large_enough(sizes: list[int], least: in
     ],
 )
 def test_small_ones_are_grouped(sizes: list[int], groups: list[list[int]]) -> None:
-    assert group_small(sizes, 10) == groups
+    assert group_small(sizes, 10, 10) == groups
+    assert group_small(sizes, 9, 10) == [], "a small model is one unit"
+
+
+@given(SIZES, st.integers(1, 100))
+def test_buckets_are_neighbours_and_as_full_as_they_go(sizes: list[int], most: int) -> None:
+    buckets = buckets_of(sizes, most)
+    assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))
+    held = [sum(sizes[index] for index in bucket) for bucket in buckets]
+    assert all(size <= most or len(bucket) == 1 for size, bucket in zip(held, buckets, strict=True))
+    assert all(held[at] + sizes[buckets[at + 1][0]] > most for at in range(len(buckets) - 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -198,3 +199,32 @@ def test_schedules_of_torch_reach_the_optimizer_that_works(on_host: bool) -> Non
             schedule.step()
         assert_same_weights(ours, plain)
     assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 16] * 2
+
+
+def test_state_that_was_saved_is_taken_up_and_learning_rates_still_reach_the_update() -> None:
+    """Moments and rates go to the optimizer that does the work, also after a state was loaded."""
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 6)) for _ in range(2)]
+    make = partial(torch.optim.AdamW, lr=0.1)
+    first, plain = LocalOptimizer([{"params": [weights[0]]}], make, on_host=True), make([weights[1]])
+
+    def step(optimizers: list[torch.optim.Optimizer], number: int) -> None:
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.arange(6.0) - number
+            optimizer.step()
+
+    step([first, plain], 1)
+    again = LocalOptimizer([{"params": [weights[0]]}], make, on_host=True)
+    again.load_state_dict(first.state_dict())
+    step([again, plain], 2)
+    for optimizer in (again, plain):
+        optimizer.param_groups[0]["lr"] = 0.5
+    step([again, plain], 3)
+    assert torch.equal(*weights)
+
+
+def test_closures_and_late_groups_are_refused() -> None:
+    optimizer = LocalOptimizer([{"params": [torch.nn.Parameter(torch.ones(2))]}], torch.optim.AdamW, on_host=True)
+    with pytest.raises(ValueError, match="takes no closure"):
+        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="when it is made"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})

@@ -96,7 +96,7 @@ def test_stored_and_read_dtypes_may_be_any() -> None:
 def test_without_a_precision_all_stays_as_the_model_is(dtype: torch.dtype) -> None:
     model = under(None, BALANCED, dtype)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    assert model.precision == Precision(dtype, dtype, dtype, dtype)
+    assert model.precision == Precision(dtype, dtype, dtype, None)
     assert not model.precision.mixed
     assert not any(module._forward_pre_hooks for module in model.module.modules()), "forward passes cost nothing more"
     seen: list[Tensor] = []

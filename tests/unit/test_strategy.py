@@ -363,7 +363,7 @@ def test_check_refuses_a_world_that_is_not_its_own() -> None:
 def test_parameters_that_are_not_sharded_cannot_move_to_the_host(text: str) -> None:
     assert check_refusal(text, 2) == (
         "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
-        "add zero=3 and more processes, or use offload=optimizer"
+        "use zero=3 on more processes, or offload=optimizer"
     )
     for each in ("zero=2 offload=parameters", "zero=3 offload=parameters", "offload=optimizer"):
         Strategy.parse(each, 2).check(MODEL, 2)
@@ -406,8 +406,11 @@ def test_heads_are_dealt_out_whole(heads: int, kv_heads: int, legal: list[int]) 
 
 
 def test_dimensions_smaller_than_the_ranks_are_refused_by_name() -> None:
-    assert check_refusal("tp=6", 6, vocab_size=5) == "tp=6 is more than the model's vocab_size=5"
-    assert check_refusal("tp=6", 6, intermediate_size=5) == "tp=6 is more than the model's intermediate_size=5"
+    assert check_refusal("tp=6", 6, vocab_size=5) == "tp=6 is more than the model's vocab_size=5; tp can be 1, 2, 3"
+    assert (
+        check_refusal("tp=6", 6, intermediate_size=5)
+        == "tp=6 is more than the model's intermediate_size=5; tp can be 1, 2, 3"
+    )
     Strategy.parse("tp=6", 6).check(MODEL.model_copy(update={"vocab_size": 6, "intermediate_size": 6}), 6, 36)
 
 
