@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.cuts import part_length
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.shapes import shapes_of
 
@@ -211,7 +212,8 @@ class Strategy:
         if kind != "name":
             return
         paths = {name.rpartition(".")[0].split(".", 3)[-1] for name in shapes_of(model)}
-        known = sorted({part for path in paths for part in path.split(".") if not part.isdecimal()} | {"layers"})
+        parts = {part for path in paths for part in path.split(".") if not part.isdecimal()}
+        known = sorted(parts | {"layers", "lm_head"})
         for name in names.split("+"):
             if name.split(".")[-1] not in known and not name.split(".")[-1].isdecimal():
                 raise _refuse(str(self), f"the model has no module '{name}'; it has {', '.join(known)}")
@@ -229,10 +231,11 @@ class Strategy:
                 f"tp can be {_list(legal)}",
             )
         for name, size in (("vocab_size", model.vocab_size), ("intermediate_size", model.intermediate_size)):
-            if size < self.tp:
-                legal = [n for n in legal if n <= size]
-                reason = f"tp={self.tp} is more than the model's {name}={size}; tp can be {_list(legal)}"
-                raise _refuse(str(self), reason)
+            # Every rank needs something to hold: FSDP cannot take nothing.
+            if not _fills(size, self.tp):
+                legal = [n for n in legal if _fills(size, n)]
+                reason = f"tp={self.tp} leaves a rank without a part of the model's {name}={size}"
+                raise _refuse(str(self), f"{reason}; tp can be {_list(legal)}")
         if self.sp and sequence_length is not None and sequence_length % self.tp:
             below = sequence_length // self.tp * self.tp
             legal_lengths = f"{below} or {below + self.tp}" if below else str(self.tp)
@@ -328,6 +331,11 @@ def _choice(text: str, words: Mapping[str, str], key: str, choices: tuple[str, .
                 break
             return value
     raise _refuse(text, f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")
+
+
+def _fills(length: int, parts: int) -> bool:
+    """Whether no part of that length is empty."""
+    return part_length(length, parts, parts - 1) > 0
 
 
 def _divisors(number: int) -> list[int]:

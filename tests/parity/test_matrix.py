@@ -75,14 +75,6 @@ def test_float64_equals_one_process(shape: str, strategy: str, micro_steps: int,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", [5, 6, 9])
-@pytest.mark.parametrize("strategy", ["dp=1 tp=4", "dp=2 zero=3 tp=4"])
-def test_rank_without_rows_of_the_vocabulary_goes_along(vocabulary: int, strategy: str, prover: Prover) -> None:
-    spec = SPECS["tied"].model_copy(update={"vocab_size": vocabulary})
-    assert prover.differences(Case(spec, strategy, ranks_of(strategy), steps=3)) == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     ("shape", "strategy"),

@@ -26,9 +26,9 @@ WRAP = (
 )
 # Twelve heads and six key-value heads: tp=4 deals out the heads and cannot deal out the key-value heads.
 MODEL = ModelSpec(
-    vocab_size=97,
+    vocab_size=131,
     hidden_size=48,
-    intermediate_size=64,
+    intermediate_size=72,
     num_hidden_layers=3,
     num_attention_heads=12,
     num_key_value_heads=6,
@@ -406,11 +406,11 @@ def test_heads_are_dealt_out_whole(heads: int, kv_heads: int, legal: list[int]) 
 
 
 def test_dimensions_smaller_than_the_ranks_are_refused_by_name() -> None:
-    assert check_refusal("tp=6", 6, vocab_size=5) == "tp=6 is more than the model's vocab_size=5; tp can be 1, 2, 3"
-    assert (
-        check_refusal("tp=6", 6, intermediate_size=5)
-        == "tp=6 is more than the model's intermediate_size=5; tp can be 1, 2, 3"
-    )
+    for name in ("vocab_size", "intermediate_size"):
+        # 9 in six parts are 2, 2, 2, 2, 1 and nothing.
+        for size in (5, 9):
+            refused = f"tp=6 leaves a rank without a part of the model's {name}={size}; tp can be 1, 2, 3"
+            assert check_refusal("tp=6", 6, **{name: size}) == refused
     Strategy.parse("tp=6", 6).check(MODEL.model_copy(update={"vocab_size": 6, "intermediate_size": 6}), 6, 36)
 
 
