@@ -12,9 +12,14 @@ from meshwright.torch_private import parameters_of
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: the members of its longest list or dictionary of modules."""
-    lists = [list(m.children()) for m in model.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict)]
-    return max(lists, key=len, default=[])
+    """The layers of a model: the members of its outermost list or dictionary of modules of one kind, the longest."""
+    found: list[tuple[int, list[nn.Module]]] = []
+    for path, module in model.named_modules():
+        members = list(module.children())
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and len({type(member) for member in members}) == 1:
+            found.append((path.count("."), members))
+    outermost = min((depth for depth, _ in found), default=0)
+    return max((members for depth, members in found if depth == outermost), key=len, default=[])
 
 
 def units_of(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
