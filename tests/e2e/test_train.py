@@ -154,6 +154,8 @@ def test_second_interrupt_ends_at_once_and_leaves_no_process(tiny_run: list[str]
     while not (tmp_path / "a/metrics.jsonl").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    # The file is the first rank's; another may still be on its way to its first step.
+    time.sleep(3)
     ranks_running = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
