@@ -150,7 +150,7 @@ def test_second_interrupt_ends_at_once_and_leaves_no_process(tiny_run: list[str]
     # A step that takes minutes, so that the first interrupt is still waiting for its end.
     options = [*tiny_run, "--nproc", ranks, "run.dir=a", "train.global_batch=8192"]
     process = start(tmp_path, *options)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 60
     while not (tmp_path / "a/metrics.jsonl").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -160,10 +160,9 @@ def test_second_interrupt_ends_at_once_and_leaves_no_process(tiny_run: list[str]
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    # At once is seconds on a busy machine, against the minutes of the step.
-    process.communicate(timeout=20)
+    process.communicate(timeout=5)
     assert process.returncode == 130
-    psutil.wait_procs(ranks_running, timeout=20)
+    psutil.wait_procs(ranks_running, timeout=5)
     assert not any(child.is_running() for child in ranks_running)
 
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.estimate.state import StateBytes, state_bytes
 from meshwright.estimate.traffic import Traffic, Work, step_traffic
 from meshwright.parallel.data import fsdp_modules
-from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.step import TrainingStep
@@ -98,10 +97,7 @@ def measure_state(world: World, case: Case) -> tuple[StateBytes, StateBytes]:
         step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
     with Peak(step) as peak:
         step(2, batch_of(case, 2, step.data_rank, step.strategy.dp))
-    if isinstance(step.optimizer, LocalOptimizer):
-        optimizer = step.optimizer.own_bytes()
-    else:
-        optimizer = sum(v.nbytes for state in step.optimizer.state.values() for v in state.values() if v.ndim)
+    optimizer = sum(v.nbytes for state in step.optimizer.state.values() for v in state.values() if v.ndim)
     measured = StateBytes(storage_bytes(iter(step.model.parameters())), peak.gathered, peak.gradients, optimizer)
     assert step.mesh is not None
     places = {name: step.mesh[axis].get_local_rank() for name, axis in (("shard_rank", "shard"), ("tp_rank", "tp"))}

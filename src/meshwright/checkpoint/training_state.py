@@ -15,7 +15,6 @@ from meshwright.checkpoint.load import load_tensors
 from meshwright.errors import CheckpointError
 from meshwright.models.parts import part_like, whole
 from meshwright.parallel.local_optimizer import LocalOptimizer
-from meshwright.parallel.parallelize import AnyOptimizer
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -25,7 +24,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def gather_state(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, dict[str, Tensor]]:
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """The files of a checkpoint: file name -> tensor name -> tensor on the CPU."""
     weights = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
     moments = {
@@ -49,7 +48,7 @@ def restore_model(model: nn.Module, folder: Path, manifest: Manifest) -> None:
 
 
 @torch.no_grad()
-def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, manifest: Manifest) -> None:
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, manifest: Manifest) -> None:
     """Copy a checkpoint's moments into an optimizer of that model."""
     parameters = dict(model.named_parameters())
     names = [name for name in manifest.tensors if name.startswith("optimizer.")]
@@ -67,7 +66,7 @@ def restore_optimizer(model: nn.Module, optimizer: AnyOptimizer, folder: Path, m
             optimizer.state[parameter][kind] = value.to(parameter.device)
 
 
-def _state_of(optimizer: AnyOptimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
     if isinstance(optimizer, LocalOptimizer):
         return optimizer.state_of(parameter)
     return dict(optimizer.state.get(parameter, {}))

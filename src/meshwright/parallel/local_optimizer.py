@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from meshwright.cuts import buckets_of
+from meshwright.cuts import buckets_of, part
 from meshwright.errors import ConfigError
 from meshwright.models.parts import part_like
 from meshwright.parallel.mesh import Mesh
@@ -93,8 +93,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._buckets = [[held[index] for index in bucket] for bucket in buckets]
 
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
-        part = self._own(parameter.detach())
-        held = nn.Parameter(part.to("cpu", copy=True) if self._on_host else part)
+        own = self._own(parameter.detach())
+        held = nn.Parameter(own.to("cpu", copy=True) if self._on_host else own)
         self._held[parameter] = _Held(parameter, held, *self._layout(parameter))
         return held
 
@@ -113,7 +113,7 @@ class LocalOptimizer(torch.optim.Optimizer):
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or of its gradient that this rank updates; a view."""
         local = _local(tensor)
-        return local if self._axis is None else _chunk(local, self._axis)
+        return local if self._axis is None else _rows(local, self._axis, self._axis.get_local_rank())
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter: its kinds, as tensors that know their place in the whole."""
@@ -124,14 +124,8 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Take over one kind of a parameter's state from a whole tensor that every rank has."""
         held = self._held[parameter]
         if value.ndim and held.mesh is not None:
-            part = part_like(value, held.as_whole(held.part.detach()))
-            value = part.to_local() if isinstance(part, DTensor) else part
+            value = _local(part_like(value, held.as_whole(held.part.detach())))
         self._inner.state[held.part][kind] = value.to(held.part.device, copy=True)
-
-    def own_bytes(self) -> int:
-        """Bytes of state on this rank, the counts of steps left out."""
-        states = self._inner.state.values()
-        return sum(value.nbytes for state in states for value in state.values() if value.ndim)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -181,16 +175,17 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def _gather(self, bucket: Sequence[nn.Parameter]) -> None:
         """Every rank sends its rows of a bucket of parameters, padded to the size of the largest share."""
-        assert self._axis is not None
-        size = self._axis.size()
+        axis = self._axis
+        assert axis is not None
+        size = axis.size()
         wholes = [_local(parameter.data) for parameter in bucket]
-        pieces = [_chunks(whole, size) for whole in wholes]
+        pieces = [[_rows(whole, axis, rank) for rank in range(size)] for whole in wholes]
         longest = max(sum(chunks[rank].numel() for chunks in pieces) for rank in range(size))
         mine = wholes[0].new_zeros(longest)
-        own = torch.cat([chunks[self._axis.get_local_rank()].flatten() for chunks in pieces])
+        own = torch.cat([chunks[axis.get_local_rank()].flatten() for chunks in pieces])
         mine[: own.numel()] = own
         everyone = mine.new_empty(size * longest)
-        all_gather_into(everyone, mine, group=self._axis.get_group())
+        all_gather_into(everyone, mine, group=axis.get_group())
         for rank, share in enumerate(everyone.view(size, longest)):
             start = 0
             for chunks in pieces:
@@ -203,11 +198,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _chunks(tensor: Tensor, size: int) -> list[Tensor]:
-    """Dim-0 chunks as DTensor cuts them: as many rows each but for the last ones, which may have none."""
-    chunks = list(tensor.chunk(size))
-    return chunks + [tensor[:0]] * (size - len(chunks))
-
-
-def _chunk(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _chunks(tensor, mesh.size())[mesh.get_local_rank()]
+def _rows(tensor: Tensor, axis: DeviceMesh, index: int) -> Tensor:
+    """The rows of a rank along the axis; a view."""
+    return tensor[part(tensor.shape[0], axis.size(), index)]

@@ -27,8 +27,6 @@ from meshwright.parallel.reads import around_forward
 from meshwright.parallel.units import blocks_of, units_of
 from meshwright.strategy import Strategy
 
-AnyOptimizer = torch.optim.Optimizer | LocalOptimizer
-
 
 class Parallel:
     """A model under a strategy. Call it like the model; `module` is the model itself, split in place."""
@@ -82,7 +80,9 @@ class Parallel:
         """The context of one of several forward and backward passes of a step; gradients travel when they must."""
         return data.synchronise(self.module, self.replica, self.strategy.zero, last)
 
-    def optimizer(self, make: Callable[..., torch.optim.Optimizer], groups: Any = None, **options: Any) -> AnyOptimizer:
+    def optimizer(
+        self, make: Callable[..., torch.optim.Optimizer], groups: Any = None, **options: Any
+    ) -> torch.optim.Optimizer:
         """An optimizer of the model's parameters (or of `groups` of them), with its state where the strategy says."""
         taken = list(self.parameters() if groups is None else groups)
         if taken and not isinstance(taken[0], dict):

@@ -11,7 +11,7 @@ Results are the same to the last bit: masks of dropout are a function of the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,11 +60,9 @@ def _again(
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts, **options)
 
 
-def _contexts(
-    held: list[Mixture], selective: bool
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _contexts(held: list[Mixture], selective: bool) -> tuple[Context, Context]:
     """The contexts of the first and of the repeated forward pass."""
-    first, again = create_selective_checkpoint_contexts(_policy) if selective else (_nothing(), _nothing())
+    first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
     return first, _repeating(held, again)
 
 
@@ -73,12 +71,7 @@ def _policy(_: object, operation: Any, *inputs: Any, **options: Any) -> Checkpoi
 
 
 @contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-@contextmanager
-def _repeating(held: list[Mixture], inner: AbstractContextManager[None]) -> Iterator[None]:
+def _repeating(held: list[Mixture], inner: Context) -> Iterator[None]:
     """Tokens were counted in the first pass."""
     for mixture in held:
         mixture.repeating = True

@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from meshwright.config import TrainSection
-from meshwright.parallel.parallelize import AnyOptimizer, Parallel
+from meshwright.parallel.parallelize import Parallel
 
 
-def make_optimizer(model: Parallel, train: TrainSection) -> AnyOptimizer:
+def make_optimizer(model: Parallel, train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer that train.optimizer names; matrices decay, norms and biases do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
