@@ -211,9 +211,8 @@ class Strategy:
         kind, _, names = self.wrap.partition(":")
         if kind != "name":
             return
-        paths = {name.rpartition(".")[0].split(".", 3)[-1] for name in shapes_of(model)}
-        parts = {part for path in paths for part in path.split(".") if not part.isdecimal()}
-        known = sorted(parts | {"layers", "lm_head"})
+        parts = {part for name in shapes_of(model) for part in name.split(".")[:-1] if not part.isdecimal()}
+        known = sorted(parts | {"lm_head"})
         for name in names.split("+"):
             if name.split(".")[-1] not in known and not name.split(".")[-1].isdecimal():
                 raise _refuse(str(self), f"the model has no module '{name}'; it has {', '.join(known)}")
@@ -230,7 +229,10 @@ class Strategy:
                 f"tp={self.tp} cannot deal out {heads} attention heads and {kv_heads} key-value heads; "
                 f"tp can be {_list(legal)}",
             )
-        for name, size in (("vocab_size", model.vocab_size), ("intermediate_size", model.intermediate_size)):
+        sizes = {"vocab_size": model.vocab_size, "intermediate_size": model.intermediate_size}
+        if model.experts is not None:
+            sizes["experts.moe_intermediate_size"] = model.experts.moe_intermediate_size
+        for name, size in sizes.items():
             # Every rank needs something to hold: FSDP cannot take nothing.
             if not _fills(size, self.tp):
                 legal = [n for n in legal if _fills(size, n)]

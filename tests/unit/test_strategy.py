@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.models.presets import preset
-from meshwright.models.spec import ModelSpec
+from meshwright.models.spec import Experts, ModelSpec
 from meshwright.strategy import KEYS, Strategy
 
 DEGREE = st.integers(1, 6)
@@ -411,6 +411,8 @@ def test_dimensions_smaller_than_the_ranks_are_refused_by_name() -> None:
         for size in (5, 9):
             refused = f"tp=6 leaves a rank without a part of the model's {name}={size}; tp can be 1, 2, 3"
             assert check_refusal("tp=6", 6, **{name: size}) == refused
+    experts = Experts(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=9)
+    assert "a part of the model's experts.moe_intermediate_size=9" in check_refusal("tp=6", 6, experts=experts)
     Strategy.parse("tp=6", 6).check(MODEL.model_copy(update={"vocab_size": 6, "intermediate_size": 6}), 6, 36)
 
 

@@ -171,3 +171,11 @@ def test_layers_that_share_a_parameter_or_a_module_go_with_the_root(wrap: str) -
 def test_the_name_of_a_list_stands_for_its_members() -> None:
     assert set(paths(PLAIN, "name:layers")) == {f"model.layers.{layer}" for layer in range(3)}
     assert set(paths(PLAIN, "name:layers+lm_head")) == {"lm_head", *(f"model.layers.{layer}" for layer in range(3))}
+
+
+def test_the_path_of_a_list_stands_for_its_members_and_a_name_for_every_list_of_it() -> None:
+    assert set(paths(PLAIN, "name:model.layers")) == {f"model.layers.{layer}" for layer in range(3)}
+    layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}) for _ in range(2))
+    assert set(paths(nn.Sequential(layers), "name:experts")) == {"0.0.experts.0", "0.1.experts.0"}
+    with pytest.raises(ConfigError, match=r"^wrap=name:layers\+nope: Decoder has no module 'nope'$"):
+        units_of(PLAIN, "name:layers+nope")

@@ -56,23 +56,21 @@ def _holders_of_shared(model: nn.Module) -> set[nn.Module]:
 
 
 def _named(model: nn.Module, names: list[str], shared: set[nn.Module]) -> list[nn.Module]:
-    modules: dict[str, nn.Module] = {}
+    """Modules of those names or paths; of a list of modules, which is not called itself, its members."""
+    found: dict[nn.Module, None] = {}
+    unknown = set(names)
     for path, module in model.named_modules():
-        # A list of modules is not called itself; its members are.
-        lists = isinstance(module, nn.ModuleList | nn.ModuleDict)
-        modules |= {f"{path}.{name}": child for name, child in module.named_children()} if lists else {path: module}
-        if lists and path.split(".")[-1] in names:
-            names = [*names, *(f"{path}.{name}" for name, _ in module.named_children())]
-            names.remove(path.split(".")[-1])
-    unknown = [name for name in names if not any(name in (path.split(".")[-1], path) for path in modules)]
+        fitting = {name for name in names if path and name in (path.split(".")[-1], path)}
+        if fitting:
+            unknown -= fitting
+            members = module.children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else [module]
+            found |= dict.fromkeys(member for member in members if member not in shared)
     if unknown:
-        raise ConfigError(f"wrap=name:{'+'.join(names)}: {type(model).__name__} has no module '{unknown[0]}'")
-    found = [
-        module
-        for path, module in modules.items()
-        if path and any(name in (path.split(".")[-1], path) for name in names) and module not in shared
-    ]
-    return found[::-1]
+        first = next(name for name in names if name in unknown)
+        raise ConfigError(f"wrap=name:{'+'.join(names)}: {type(model).__name__} has no module '{first}'")
+    # Inner ones first: they come after what they are in.
+    order = {module: place for place, module in enumerate(model.modules())}
+    return sorted(found, key=lambda module: -order[module])
 
 
 def _sized(model: nn.Module, least: int, shared: set[nn.Module]) -> list[nn.Module]:
