@@ -88,9 +88,9 @@ class Strategy:
         if self.zero == 0 and self.shard > 1:
             raise ConfigError(f"shard={self.shard} needs something to shard; add zero=1, 2 or 3")
         if self.sp and self.tp == 1:
-            raise ConfigError("sp splits tokens over tensor-parallel ranks; add tp=2, or drop it")
+            raise ConfigError("sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it")
         for key, choices in CHOICES.items():
-            _choice(f"{key}={getattr(self, key)}", {key: getattr(self, key)}, key, choices)
+            _check_choice(key, getattr(self, key), choices)
 
     @property
     def dp(self) -> int:
@@ -108,27 +108,18 @@ class Strategy:
         words = {key: value for key, value in _words(text).items() if value != AUTO}
         given = {key: _number(text, key, words[key]) for key in (*DEGREES, "zero") if key in words}
         zero = given.get("zero", 0)
-        if zero > 3:
-            raise _refuse(text, f"zero={zero} is not a stage; stages are 0, 1, 2 and 3")
         tp, pp, cp = (given.get(key, 1) for key in ("tp", "pp", "cp"))
         dp = given.get("dp", _left_for_data(text, world, given))
         replicate, shard = _copies(text, given, zero, dp)
         sp = words.get("sp", "on" if tp > 1 else "off")
         if sp not in ("on", "off"):
             raise _refuse(text, f"sp={sp} is neither on nor off")
-        if sp == "on" and tp == 1:
-            raise _refuse(text, "sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it")
-        strategy = cls(
-            pp=pp,
-            replicate=replicate,
-            shard=shard,
-            cp=cp,
-            tp=tp,
-            ep=given.get("ep", 1),
-            zero=zero,
-            sp=sp == "on",
-            **{key: _choice(text, words, key, choices) for key, choices in CHOICES.items()},
-        )
+        degrees = {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": given.get("ep", 1)}
+        chosen = {key: words[key] for key in CHOICES if key in words}
+        try:
+            strategy = cls(**degrees, zero=zero, sp=sp == "on", **chosen)
+        except ConfigError as error:
+            raise _refuse(text, str(error)) from None
         if strategy.world != world:
             raise _refuse(
                 text,
@@ -276,9 +267,10 @@ def _left_for_data(text: str, world: int, given: Mapping[str, int]) -> int:
 
 def _copies(text: str, given: Mapping[str, int], zero: int, dp: int) -> tuple[int, int]:
     """(replicate, shard) of a data-parallel degree."""
+    if zero == 0 and given.get("shard", 1) > 1:
+        # Refused as a strategy, whatever dp is.
+        return 1, given["shard"]
     if zero == 0:
-        if given.get("shard", 1) > 1:
-            raise _refuse(text, f"shard={given['shard']} needs something to shard; add zero=1, 2 or 3")
         replicate, shard = given.get("replicate", dp), 1
     elif "replicate" in given:
         replicate, shard = given["replicate"], given.get("shard", dp // given["replicate"])
@@ -319,20 +311,15 @@ def _number(text: str, key: str, value: str) -> int:
     return int(value)
 
 
-def _choice(text: str, words: Mapping[str, str], key: str, choices: tuple[str, ...]) -> str:
-    """The value of a key that takes one of some words; a choice that ends in `:N` takes a number after it."""
-    default = str(getattr(Strategy, key))
-    value = words.get(key, default)
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise unless the value is one of some words; a choice that ends in `:N` takes a number after it."""
     kind, colon, rest = value.partition(":")
     for choice in choices:
         name, needs, form = choice.partition(":")
-        if name == kind and bool(needs) == bool(colon):
-            if form == "N" and not (rest.isdecimal() and int(rest) > 0):
-                break
-            if form == "A+B" and not all(rest.split("+")):
-                break
-            return value
-    raise _refuse(text, f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")
+        fits = {"": True, "N": rest.isdecimal() and int(rest) > 0, "A+B": all(rest.split("+"))}[form]
+        if name == kind and bool(needs) == bool(colon) and fits:
+            return
+    raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")
 
 
 def _fills(length: int, parts: int) -> bool:
