@@ -89,6 +89,11 @@ class Strategy:
             raise ConfigError(f"shard={self.shard} needs something to shard; add zero=1, 2 or 3")
         if self.sp and self.tp == 1:
             raise ConfigError("sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it")
+        if self.ep > 1:
+            legal = [ep for ep in _divisors(self.dp) if self.shard % ep == 0 or ep % self.shard == 0]
+            if self.ep not in legal:
+                shards = "" if self.shard in (1, self.dp) else f" and divide or be divisible by shard={self.shard}"
+                raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {_list(legal)}")
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
 
@@ -96,6 +101,13 @@ class Strategy:
     def dp(self) -> int:
         """Ranks that work on different samples."""
         return self.replicate * self.shard
+
+    @property
+    def expert_copies(self) -> tuple[int, int]:
+        """How often each expert exists on data-parallel ranks, as (replicate, shard): copies, and ranks that share one."""
+        if self.shard % self.ep == 0:
+            return self.replicate, self.shard // self.ep
+        return self.dp // self.ep, 1
 
     @property
     def world(self) -> int:
@@ -126,8 +138,6 @@ class Strategy:
                 f"it needs {strategy.world} processes and there are {world}; "
                 f"start with --nproc {strategy.world} or leave dp out",
             )
-        if strategy.dp % strategy.ep:
-            raise _refuse(text, f"ep={strategy.ep} must divide dp={dp}; ep can be {_list(_divisors(dp))}")
         if strategy.wrap != "auto" and zero < 2:
             raise _refuse(text, f"wrap={strategy.wrap} says what is gathered together; add zero=2 or 3, or drop it")
         return strategy

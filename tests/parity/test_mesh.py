@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from meshwright.parallel.mesh import expert_mesh, make_mesh
+from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.pool import RankPool
@@ -17,8 +17,9 @@ def neighbours(world: World, strategy: str, placement: list[int] | None) -> Neig
     """The ranks with which this one shares each axis."""
     mesh = make_mesh(Strategy.parse(strategy, world.size), "cpu", placement)
     groups = {axis: mesh[axis].get_group() for axis in ("pp", "replicate", "shard", "cp", "tp")}
-    groups |= {"data": mesh.data.get_group(), "loss": mesh.loss.get_group()}
-    groups["ep"] = expert_mesh(mesh, 2)["ep"].get_group()
+    groups |= {"data": mesh.data.get_group(), "loss": mesh.loss.get_group(), "state": mesh.state.get_group()}
+    if mesh.expert_axes is not None:
+        groups |= {axis: mesh.expert_axes[axis].get_group() for axis in ("ep", "expert_state", "copies")}
     return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
 
 
@@ -32,7 +33,7 @@ def test_tensor_parallel_ranks_are_neighbours_and_copies_are_far_apart(pool: Ran
         "tp": [4, 5],
         "data": [1, 3, 5, 7],
         "loss": [1, 3, 5, 7],
-        "ep": [5, 7],
+        "state": [5, 7],
     }
 
 
@@ -46,8 +47,15 @@ def test_pipeline_is_outermost_and_context_lies_between_shard_and_tensor(pool: R
         "tp": [2],
         "data": [0, 2],
         "loss": [0, 1, 2, 3],
-        "ep": [0, 2],
+        "state": [0, 1, 2, 3],
     }
+
+
+def test_experts_lie_on_the_innermost_data_ranks_and_their_copies_on_the_others(pool: RankPool) -> None:
+    sharded = pool.run(neighbours, 8, "zero=2 dp=4 ep=2 cp=2", None)
+    assert (sharded[3]["ep"], sharded[3]["expert_state"]) == ([1, 3], [2, 3, 6, 7])
+    copied = pool.run(neighbours, 8, "zero=2 replicate=4 shard=2 ep=4", None)
+    assert (copied[5]["ep"], copied[5]["expert_state"], copied[5]["copies"]) == ([4, 5, 6, 7], [5], [1, 5])
 
 
 def test_order_of_ranks_comes_from_the_placement(pool: RankPool) -> None:

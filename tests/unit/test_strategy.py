@@ -47,7 +47,7 @@ def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
         shard=shard,
         cp=draw(DEGREE),
         tp=tp,
-        ep=draw(st.sampled_from([n for n in range(1, replicate * shard + 1) if replicate * shard % n == 0])),
+        ep=draw(st.sampled_from(expert_degrees(replicate, shard))),
         zero=zero,
         sp=draw(st.booleans()) if tp > 1 else False,
         schedule=draw(SCHEDULES),
@@ -56,6 +56,11 @@ def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
         offload=draw(st.sampled_from(["none", "optimizer", "parameters"])),
         wrap=draw(WRAP) if zero > 1 else "auto",
     )
+
+
+def expert_degrees(replicate: int, shard: int) -> list[int]:
+    divisors = [n for n in range(1, replicate * shard + 1) if replicate * shard % n == 0]
+    return [n for n in divisors if n % shard == 0 or shard % n == 0]
 
 
 def long_form(strategy: Strategy) -> list[str]:
@@ -272,6 +277,10 @@ def test_fields_are_given_by_name() -> None:
         ),
         ("ep=3", "ep=3 must divide dp=4; ep can be 1, 2, 4"),
         ("tp=2 ep=4", "ep=4 must divide dp=2; ep can be 1, 2"),
+        (
+            "dp=12 zero=3 shard=4 ep=6",
+            "ep=6 must divide dp=12 and divide or be divisible by shard=4; ep can be 1, 2, 4, 12",
+        ),
         ("shard=4", "shard=4 needs something to shard; add zero=1, 2 or 3"),
         ("zero=0 shard=2", "shard=2 needs something to shard; add zero=1, 2 or 3"),
         ("dp=4 zero=3 replicate=3", "replicate=3 does not fit dp=4; replicate can be 1, 2, 4"),

@@ -47,7 +47,7 @@ def apply(
     reduction: Reduction,
 ) -> None:
     """Shard or replicate unit by unit; what is outside of the units goes with the root."""
-    if strategy.dp == 1 or uses_ddp(strategy):
+    if mesh.loss.size() == 1 or uses_ddp(strategy):
         return
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param if precision.mixed else None,
@@ -67,13 +67,13 @@ def apply(
 
 def _replicating(mesh: Mesh, policy: MixedPrecisionPolicy) -> Split:
     def replicate(unit: Any, is_root: bool) -> None:
-        replicate_composable(unit, mesh=mesh.data, mp_policy=policy)
+        replicate_composable(unit, mesh=mesh.loss, mp_policy=policy)
 
     return replicate
 
 
 def _sharding(strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> Split:
-    over = mesh["replicate", "shard"] if strategy.replicate > 1 else mesh["shard"]
+    over = mesh["replicate", "state"] if strategy.replicate > 1 else mesh.state
     offload = OffloadPolicy()
     if strategy.offload == "parameters":
         offload = CPUOffloadPolicy(pin_memory=mesh.axes.device_type == "cuda")
@@ -90,11 +90,11 @@ def _sharding(strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> S
 
 def wrap_ddp(model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction) -> nn.Module:
     """The module to call for a training step: where parameters are whole, one that reduces their gradients."""
-    if strategy.dp == 1 or not uses_ddp(strategy):
+    if mesh.loss.size() == 1 or not uses_ddp(strategy):
         return model
-    group = group_for_ddp(mesh.data.get_group())
+    group = group_for_ddp(mesh.loss.get_group())
     replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
-    scale = 1.0 if reduction == "sum" else 1.0 / strategy.dp
+    scale = 1.0 if reduction == "sum" else 1.0 / mesh.loss.size()
     if reduction == "mean" and precision.reduce == precision.stored:
         return replica
     replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)
@@ -102,8 +102,8 @@ def wrap_ddp(model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precis
 
 
 def uses_ddp(strategy: Strategy) -> bool:
-    """Whether DistributedDataParallel does it: parameters are whole on every rank."""
-    return strategy.zero < 2 and strategy.tp == 1
+    """Whether DistributedDataParallel does it: every rank holds all parameters, whole."""
+    return strategy.zero < 2 and strategy.tp == strategy.pp == strategy.ep == 1
 
 
 @dataclass

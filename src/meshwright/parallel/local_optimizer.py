@@ -61,7 +61,7 @@ class _Held:
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer that changes every element by itself; the shard axis of `rows_over` shares its state."""
+    """Wraps an optimizer that changes every element by itself; the state axis of `rows_over` shares its state."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         on_host: bool = False,
     ) -> None:
         self._mesh = rows_over
-        self._axis = rows_over["shard"] if rows_over is not None else None
+        self._axis = rows_over.state if rows_over is not None else None
         self._on_host = on_host
         self._held: dict[nn.Parameter, _Held] = {}
         own = [{**group, "params": [self._take(p) for p in group["params"]]} for group in groups]
@@ -108,7 +108,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             return self._axis, (Shard(0),)
         split = parameter.placements[-1]
         cut_before = self._mesh["tp"].size() if is_shard(split) and split.dim == 0 else 1  # type: ignore[attr-defined]
-        return self._mesh["shard", "tp"], (shard_within(0, cut_before), split)
+        return self._mesh["state", "tp"], (shard_within(0, cut_before), split)
 
     def _own(self, tensor: Tensor) -> Tensor:
         """The part of a parameter or of its gradient that this rank updates; a view."""

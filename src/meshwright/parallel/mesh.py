@@ -5,7 +5,13 @@ the heaviest traffic stays on the fastest links. Axes made of others:
 
     data    replicate x shard: ranks that work on different samples
     loss    replicate x shard x cp: ranks that hold different tokens of one step
-    ep      the innermost ranks of `data` that split the experts among them; its own mesh, see `expert_mesh`
+    state   shard x cp: ranks that share the state of one copy of the model
+
+Experts that are split over data-parallel ranks are seen on a mesh of their own, `expert_axes`: pp, expert_replicate, ep,
+expert_shard, cp, tp. There `ep`, the innermost ranks of `data`, splits them; the other axes hold their copies, with
+
+    copies        expert_replicate x expert_shard x cp: ranks that hold the same experts
+    expert_state  expert_shard x cp: those of them that share one copy's state
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ class Mesh:
     axes: DeviceMesh
     data: DeviceMesh
     loss: DeviceMesh
+    state: DeviceMesh
+    expert_axes: DeviceMesh | None = None
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """One or several of the axes."""
@@ -46,15 +54,21 @@ def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | N
         if bool((ranks.diff(dim=dim) < 0).any()):
             raise ValueError(f"placement {order} has ranks in descending order along {axis}; list them ascending")
     axes = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
-    data = flatten(axes, ("replicate", "shard"), "data")
-    return Mesh(axes, data, flatten(axes, ("replicate", "shard", "cp"), "loss"))
-
-
-def expert_mesh(mesh: Mesh, ep: int) -> DeviceMesh:
-    """The mesh seen by experts, axes pp, expert_data, ep, cp, tp: `ep` splits them, `expert_data` has their copies."""
-    ranks = mesh.axes.mesh.flatten(1, 2)
-    return DeviceMesh(
-        mesh.axes.device_type,
-        ranks.unflatten(1, (ranks.shape[1] // ep, ep)),
-        mesh_dim_names=("pp", "expert_data", "ep", "cp", "tp"),
+    return Mesh(
+        axes,
+        data=flatten(axes, ("replicate", "shard"), "data"),
+        loss=flatten(axes, ("replicate", "shard", "cp"), "loss"),
+        state=flatten(axes, ("shard", "cp"), "state"),
+        expert_axes=_expert_axes(strategy, axes) if strategy.ep > 1 else None,
     )
+
+
+def _expert_axes(strategy: Strategy, axes: DeviceMesh) -> DeviceMesh:
+    copies, shards = strategy.expert_copies
+    # As (pp, expert_replicate, expert_shard, ep, cp, tp), then with the shards beside cp, with which they are one axis.
+    ranks = axes.mesh.flatten(1, 2).unflatten(1, (copies, shards, strategy.ep)).transpose(2, 3).contiguous()
+    names = ("pp", "expert_replicate", "ep", "expert_shard", "cp", "tp")
+    found = DeviceMesh(axes.device_type, ranks, mesh_dim_names=names)
+    flatten(found, ("expert_shard", "cp"), "expert_state")
+    flatten(found, ("expert_replicate", "expert_shard", "cp"), "copies")
+    return found

@@ -88,7 +88,7 @@ class Parallel:
         if taken and not isinstance(taken[0], dict):
             taken = [{"params": taken}]
         strategy = self.strategy
-        rows_over = self.mesh if strategy.zero == 1 and strategy.shard > 1 else None
+        rows_over = self.mesh if strategy.zero == 1 and self.mesh is not None and self.mesh.state.size() > 1 else None
         on_host = strategy.offload == "optimizer"
         split = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         if not (split or rows_over is not None or on_host):
