@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cuts import part_length
 from meshwright.errors import ConfigError, nearest
@@ -104,7 +104,7 @@ class Strategy:
 
     @property
     def expert_copies(self) -> tuple[int, int]:
-        """How often each expert exists on data-parallel ranks, as (replicate, shard): copies, and ranks that share one."""
+        """How often each expert exists on data-parallel ranks: copies, and ranks that share the state of one."""
         if self.shard % self.ep == 0:
             return self.replicate, self.shard // self.ep
         return self.dp // self.ep, 1
@@ -126,10 +126,10 @@ class Strategy:
         sp = words.get("sp", "on" if tp > 1 else "off")
         if sp not in ("on", "off"):
             raise _refuse(text, f"sp={sp} is neither on nor off")
-        degrees = {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": given.get("ep", 1)}
-        chosen = {key: words[key] for key in CHOICES if key in words}
+        values: dict[str, Any] = {key: words[key] for key in CHOICES if key in words}
+        values |= {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": given.get("ep", 1)}
         try:
-            strategy = cls(**degrees, zero=zero, sp=sp == "on", **chosen)
+            strategy = cls(**values, zero=zero, sp=sp == "on")
         except ConfigError as error:
             raise _refuse(text, str(error)) from None
         if strategy.world != world:

@@ -7,8 +7,8 @@ the heaviest traffic stays on the fastest links. Axes made of others:
     loss    replicate x shard x cp: ranks that hold different tokens of one step
     state   shard x cp: ranks that share the state of one copy of the model
 
-Experts that are split over data-parallel ranks are seen on a mesh of their own, `expert_axes`: pp, expert_replicate, ep,
-expert_shard, cp, tp. There `ep`, the innermost ranks of `data`, splits them; the other axes hold their copies, with
+Experts that are split over data-parallel ranks are seen on a mesh of their own, `expert_axes`: pp, expert_replicate,
+ep, expert_shard, cp, tp. There `ep`, the innermost ranks of `data`, splits them; the other axes hold copies, with
 
     copies        expert_replicate x expert_shard x cp: ranks that hold the same experts
     expert_state  expert_shard x cp: those of them that share one copy's state
