@@ -6,7 +6,7 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
     dp          = replicate x shard: copies of the model, and ranks that share one copy; auto takes what is left
     zero        = 0 nothing is sharded (shard=1), 1 optimizer state, 2 gradients too, 3 parameters too
     tp, sp      = ranks that split every matrix; sp=on (the default with tp) splits the tokens between matrices too
-    pp          = stages of layers; schedule=1f1b
+    pp          = ranks that hold the layers one after the other; schedule=1f1b; layers=even, balanced or 3+5 a stage
     cp          = ranks that split every sequence; cp_method=ring
     ep          = ranks that split the experts; divides dp
     recompute   = none, full, selective, first:N; activations that the backward pass computes again
@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cuts import part_length
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.shapes import shapes_of
+from meshwright.schedules import splits_backward, stages_per_rank
+from meshwright.stages import stage_layers
 
 if TYPE_CHECKING:
     from meshwright.models.spec import ModelSpec
@@ -35,16 +37,18 @@ CP_METHODS = ("ring", "ulysses")
 RECOMPUTE = ("none", "full", "selective", "first:N")
 OFFLOAD = ("none", "optimizer", "parameters")
 WRAP = ("auto", "block", "size:N", "name:A+B")
+LAYERS = ("even", "balanced", "N+N")
 WHOLE_PARAMETERS = ("adafactor",)
 """Optimizers whose update of an element depends on others of its parameter."""
 CHOICES = {
     "schedule": SCHEDULES,
+    "layers": LAYERS,
     "cp_method": CP_METHODS,
     "recompute": RECOMPUTE,
     "offload": OFFLOAD,
     "wrap": WRAP,
 }
-KEYS = (*DEGREES, "zero", "sp", "schedule", "cp_method", "recompute", "offload", "wrap")
+KEYS = (*DEGREES, "zero", "sp", "schedule", "layers", "cp_method", "recompute", "offload", "wrap")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +73,8 @@ class Strategy:
     """Whether tensor-parallel ranks split the tokens between the matrices."""
     schedule: str = "1f1b"
     """The order of micro-batches in a pipeline."""
+    layers: str = "even"
+    """Layers of each pipeline stage: even, balanced (by cost, the head counted), or their numbers (3+5)."""
     cp_method: str = "ring"
     """How split sequences attend to each other."""
     recompute: str = "none"
@@ -172,7 +178,7 @@ class Strategy:
             parts.append("sp=off")
         parts += [
             f"{key}={getattr(self, key)}"
-            for key in ("schedule", "cp_method", "recompute", "offload", "wrap")
+            for key in ("schedule", "layers", "cp_method", "recompute", "offload", "wrap")
             if getattr(self, key) != getattr(default, key)
         ]
         return " ".join(parts)
@@ -182,6 +188,7 @@ class Strategy:
         self.check_any(world, optimizer)
         self._check_tensor(model, sequence_length)
         self._check_wrap(model)
+        self._check_stages(model)
         kind, _, count = self.recompute.partition(":")
         if kind == "first" and int(count) > model.num_hidden_layers:
             layers = model.num_hidden_layers
@@ -189,7 +196,7 @@ class Strategy:
 
     def check_any(self, world: int, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless some model can be trained so on that many processes."""
-        for key in ("pp", "cp", "ep"):
+        for key in ("cp", "ep"):
             if getattr(self, key) > 1:
                 raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
         if self.world != world:
@@ -205,6 +212,29 @@ class Strategy:
                 str(self),
                 "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
                 "use zero=3 on more processes, or offload=optimizer",
+            )
+
+    def _check_stages(self, model: ModelSpec) -> None:
+        """Every stage has layers; what is gathered must be there when a split backward pass comes back for it."""
+        if self.pp == 1:
+            return
+        stages, layers = self.pp * stages_per_rank(self.schedule), model.num_hidden_layers
+        if stages > layers:
+            legal = [pp for pp in range(1, layers + 1) if pp * stages_per_rank(self.schedule) <= layers]
+            raise _refuse(
+                str(self),
+                f"pp={self.pp} with schedule={self.schedule} has {stages} stages and the model {layers} layers; "
+                f"pp can be at most {legal[-1] if legal else 1}",
+            )
+        try:
+            stage_layers(model, stages, self.layers)
+        except ValueError as error:
+            raise _refuse(str(self), f"layers={error}; give {stages} numbers that add up to {layers}") from None
+        if self.zero == 3 and splits_backward(self.schedule):
+            raise _refuse(
+                str(self),
+                f"schedule={self.schedule} computes gradients of weights late, when zero=3 has put the weights away; "
+                "use zero=2, or schedule=1f1b",
             )
 
     def _check_wrap(self, model: ModelSpec) -> None:
@@ -324,6 +354,8 @@ def _number(text: str, key: str, value: str) -> int:
 def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless the value is one of some words; a choice that ends in `:N` takes a number after it."""
     kind, colon, rest = value.partition(":")
+    if "N+N" in choices and all(size.isdecimal() and int(size) > 0 for size in value.split("+")):
+        return
     for choice in choices:
         name, needs, form = choice.partition(":")
         fits = {"": True, "N": rest.isdecimal() and int(rest) > 0, "A+B": all(rest.split("+"))}[form]

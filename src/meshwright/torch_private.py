@@ -10,6 +10,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -17,10 +19,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 __all__ = [
     "all_gather",
     "all_reduce",
+    "backward_to_input",
+    "backward_to_weights",
     "flatten",
     "is_shard",
     "local_shape_and_offset",
     "parameters_of",
+    "reduce_gradients",
     "reduce_scatter",
     "replicate",
     "resolve_group",
@@ -84,3 +89,32 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 def _wait(x: Any) -> Tensor:
     return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
+
+
+def backward_to_input(
+    output: Tensor, gradient: Tensor | None, hidden: Tensor, parameters: list[nn.Parameter]
+) -> list[dict[str, Any]]:
+    """The part of a backward pass that leads to the input, whose gradient is set; gives what is left for the others."""
+    gradients = None if gradient is None else [gradient]
+    _, groups = stage_backward_input([output], gradients, [hidden], iter(parameters))
+    return groups
+
+
+def backward_to_weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """The rest of such a backward pass: gradients are added to those of the parameters."""
+    stage_backward_weight(iter(parameters), groups)
+
+
+def reduce_gradients(root: FSDPModule) -> None:
+    """Reduce what backward passes have gathered in the gradients of whole parameters since the last time."""
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state: Any = root._get_fsdp_state()
+    for one in state._state_ctx.all_states:
+        # 2.13 allows several groups of parameters a module.
+        groups = one._fsdp_param_groups if hasattr(one, "_fsdp_param_groups") else [one._fsdp_param_group]
+        for group in groups:
+            if group is not None:
+                group.post_backward()
+    state._root_post_backward_final_callback()

@@ -1,7 +1,7 @@
 """The decoder, written for one device: everything a family differs in comes from its spec.
 
 It knows nothing of ranks; parallelism is applied from outside. Layers live in a ModuleDict under their global index,
-so that a pipeline stage (this module with layers removed) keeps every parameter's name.
+so that what a pipeline rank holds (this module with layers removed) keeps every parameter's name.
 """
 
 from __future__ import annotations
@@ -83,17 +83,25 @@ class Body(nn.Module):
         positions_BT: Tensor,
         dropout_keys: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden_BTC: Tensor | None = None,
+        layers: range | None = None,
     ) -> Tensor:
+        x_BTC = self._embed(tokens_BT, positions_BT, dropout_keys) if hidden_BTC is None else hidden_BTC
+        rope = angles(self.spec, positions_BT, x_BTC.dtype) if self.spec.positions == "rope" else None
+        for layer in layers or range(self.spec.num_hidden_layers):
+            x_BTC = self.layers[str(layer)](x_BTC, rope, dropout_keys, cache)
+        return self.norm(x_BTC) if ends_with(self.spec, layers) else x_BTC
+
+    def _embed(self, tokens_BT: Tensor, positions_BT: Tensor, dropout_keys: Tensor | None) -> Tensor:
         x_BTC = self.embed_tokens(tokens_BT)
-        rope = None
         if self.spec.positions == "learned":
             x_BTC = x_BTC + self.embed_positions(positions_BT)
-        else:
-            rope = angles(self.spec, positions_BT, x_BTC.dtype)
-        x_BTC = self.embedding_dropout(x_BTC, dropout_keys)
-        for block in self.layers.values():
-            x_BTC = block(x_BTC, rope, dropout_keys, cache)
-        return self.norm(x_BTC)
+        return self.embedding_dropout(x_BTC, dropout_keys)
+
+
+def ends_with(spec: ModelSpec, layers: range | None) -> bool:
+    """Whether these layers are the last ones."""
+    return layers is None or layers.stop == spec.num_hidden_layers
 
 
 class Decoder(nn.Module):
@@ -110,7 +118,7 @@ class Decoder(nn.Module):
 
     def tie(self) -> None:
         """Let the head use the embedding's weight, if the spec says so; `to_empty` of a meta model undoes it."""
-        if self.spec.tie_word_embeddings:
+        if self.spec.tie_word_embeddings and self.lm_head is not None:
             (weight,) = self.model.embed_tokens.parameters()
             self.lm_head.weight = weight
 
@@ -127,17 +135,22 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         samples_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        hidden_BTC: Tensor | None = None,
+        layers: range | None = None,
     ) -> Tensor:
         """Logits (batch, tokens, vocabulary).
 
         `positions` default to 0, 1, ... after what the cache holds. `samples` are the global numbers of the sequences,
         from which dropout masks follow; without them a model in training mode draws them from torch's generator.
+        With `layers`, only these: from what the layer before them gave (`hidden`, unless they are the first) to what
+        the last of them gives (logits, if it is the model's last).
         """
         if positions_BT is None:
             start = cache.length if cache is not None else 0
             positions_BT = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)[None]
-        hidden_BTC = self.model(tokens_BT, positions_BT, self._dropout_keys(tokens_BT, positions_BT, samples_B), cache)
-        return self.lm_head(hidden_BTC)
+        keys = self._dropout_keys(tokens_BT, positions_BT, samples_B)
+        hidden_BTC = self.model(tokens_BT, positions_BT, keys, cache, hidden_BTC, layers)
+        return self.lm_head(hidden_BTC) if ends_with(self.spec, layers) else hidden_BTC
 
     def _dropout_keys(self, tokens_BT: Tensor, positions_BT: Tensor, samples_B: Tensor | None) -> Tensor | None:
         if not (self.training and self.spec.dropout):

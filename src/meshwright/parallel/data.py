@@ -31,6 +31,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket, group_for_ddp
 from meshwright.strategy import Strategy
+from meshwright.torch_private import reduce_gradients
 from meshwright.torch_private import replicate as replicate_composable
 
 Reduction = Literal["mean", "sum"]
@@ -137,6 +138,20 @@ def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> A
         if zero == 2:
             model.set_reshard_after_backward(now)
     return nullcontext()
+
+
+def accumulate(model: nn.Module, zero: int) -> None:
+    """From now on, let gradients of whole parameters gather on this rank, until `reduce`."""
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        model.set_reshard_after_backward(zero == 3)
+
+
+def reduce(model: nn.Module) -> None:
+    """Reduce what has gathered."""
+    if isinstance(model, FSDPModule):
+        reduce_gradients(model)
 
 
 def reshard(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ which they are split, and over no others, so that what is held several times cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,24 +18,37 @@ Where = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[Tensor] | Tensor, max_norm: float, *, scale: float = 1.0) -> Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor,
+    max_norm: float,
+    *,
+    scale: float = 1.0,
+    pipeline: dist.ProcessGroup | None = None,
+    counted_elsewhere: Sequence[Tensor] = (),
+) -> Tensor:
     """The norm of all gradients, the same on every rank; they are scaled down to `max_norm` where it is exceeded.
 
     Takes plain tensors and DTensors on any mix of meshes; a `max_norm` of 0 does not clip. Gradients of a loss that
-    was multiplied by `scale` are divided by it first.
+    was multiplied by `scale` are divided by it first. Ranks of a `pipeline` hold different parameters each, except for
+    those that are `counted_elsewhere`.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     parts: dict[Where, list[Tensor]] = {}
+    locals_ = []
     for parameter in parameters:
         if parameter.grad is not None:
             where, local = _part(parameter.grad)
-            parts.setdefault(where, []).append(local)
-    locals_ = [local for held in parts.values() for local in held if local.numel()]
-    device = next((local.device for held in parts.values() for local in held), torch.device("cpu"))
+            if local.numel():
+                locals_.append(local)
+            if not any(parameter is other for other in counted_elsewhere):
+                parts.setdefault(where, []).append(local)
+    device = next((local.device for local in locals_), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for where, held in parts.items():
         total += _sum_of_squares(where, [local for local in held if local.numel()], device)
+    if pipeline is not None:
+        dist.all_reduce(total, group=pipeline)
     norm = total.sqrt() / scale
     if locals_ and (max_norm or scale != 1.0):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)

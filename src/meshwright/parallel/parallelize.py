@@ -1,44 +1,61 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: tensor parallel, recompute, precision, data parallel. A model on the meta device stays there, so that each rank
-can give memory to its own part; one with weights keeps those of rank 0.
+Order: pipeline, tensor parallel, recompute, precision, data parallel. A model on the meta device stays there, so that
+each rank can give memory to its own part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.parallel import data, precision, recompute, tensor
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
+from meshwright.parallel.norm import clip_grad_norm_
+from meshwright.parallel.pipeline import Batch, Loss, Pipeline
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.reads import around_forward
+from meshwright.parallel.stages import TiedEmbedding, keep_stages
 from meshwright.parallel.units import blocks_of, units_of
+from meshwright.schedules import stages_per_rank
+from meshwright.stages import stage_layers
 from meshwright.strategy import Strategy
+
+Result = TypeVar("Result")
 
 
 class Parallel:
     """A model under a strategy. Call it like the model; `module` is the model itself, split in place."""
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, mesh: Mesh | None, policy: Precision, reduction: Reduction
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        mesh: Mesh | None,
+        policy: Precision,
+        reduction: Reduction,
+        pipeline: Pipeline | None = None,
     ) -> None:
         self.module = module
+        self.pipeline = pipeline
         self.strategy = strategy
         self.mesh = mesh
         self.precision = policy
         self._reduction = reduction
+        self._tied_copy: TiedEmbedding | None = None
         self._replica: nn.Module | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
@@ -53,6 +70,20 @@ class Parallel:
             if self.mesh is not None:
                 self._replica = data.wrap_ddp(self.module, self.strategy, self.mesh, self.precision, self._reduction)
         return self._replica
+
+    @property
+    def _tied(self) -> TiedEmbedding | None:
+        """The weight that the ranks of the first and the last stage share; found late, since splitting replaces it."""
+        module, pipeline = self.module, self.pipeline
+        if pipeline is None or not (isinstance(module, Decoder) and module.spec.tie_word_embeddings):
+            return None
+        if pipeline.has_first == pipeline.has_last:
+            return None
+        if self._tied_copy is None:
+            other = pipeline.placement[-1 if pipeline.has_first else 0]
+            (weight,) = module.model.embed_tokens.parameters()
+            self._tied_copy = TiedEmbedding(weight, other, pipeline.has_first, pipeline.group)
+        return self._tied_copy
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters as they are stored: DTensors where they are split."""
@@ -75,6 +106,41 @@ class Parallel:
     def data_rank(self) -> int:
         """Which share of the samples is this rank's: one of `strategy.dp`."""
         return self.mesh.data.get_local_rank() if self.mesh is not None else 0
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model's output is on this rank: it holds the last stage."""
+        return self.pipeline is None or self.pipeline.has_last
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss) -> None:
+        """The forward and backward passes of a step's micro-batches; gradients are reduced over ranks.
+
+        A batch is the model's keyword arguments; `loss(output, index)` gives what gradients are taken of, and is
+        called where `has_loss`.
+        """
+        if self.pipeline is None:
+            for index, batch in enumerate(batches):
+                with self.micro_step(last=index == len(batches) - 1):
+                    loss(self(**batch), index).backward()
+            return
+        data.accumulate(self.module, self.strategy.zero)
+        self.pipeline.forward_backward(batches, loss)
+        data.reduce(self.module)
+        if self._tied is not None:
+            self._tied.sum_gradients()
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
+        """What `finish(output, index)` gives for the output of each batch, where `has_loss`; elsewhere nothing."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(batches, finish)
+        return [finish(self.module(**batch), index) for index, batch in enumerate(batches)]
+
+    def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> Tensor:
+        """The norm of all gradients of the whole model, which are scaled down to `max_norm` where it is exceeded."""
+        over = self.mesh["pp"].get_group() if self.pipeline is not None and self.mesh is not None else None
+        again = [self._tied.weight] if self._tied is not None and not self._tied.counts else []
+        return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=over, counted_elsewhere=again)
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         """The context of one of several forward and backward passes of a step; gradients travel when they must."""
@@ -130,22 +196,62 @@ def parallelize(
 def _apply(
     model: nn.Module, strategy: Strategy, mesh: Mesh | None, policy: Precision, reduction: Reduction
 ) -> Parallel:
+    pipeline = None
+    if strategy.pp > 1:
+        assert isinstance(model, Decoder)
+        assert mesh is not None
+        pipeline = _cut(model, strategy, mesh, policy)
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
-    units = units_of(model, strategy.wrap)
+    units = units_of(model, strategy.wrap, pipeline.own_layers if pipeline is not None else None)
     if mesh is not None:
         for mixture in mixtures(model):
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
             mixture.auxiliary_factor = (strategy.dp if reduction == "mean" else 1) / strategy.tp
         if strategy.tp > 1:
-            tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
+            axis = tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
+            if pipeline is not None:
+                around_forward(model, partial(_begin, axis, model))
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
     # The decoder draws no random numbers of its own; another model may.
-    recompute.apply(blocks_of(model), strategy.recompute, draws=not isinstance(model, Decoder))
+    recompute.apply(blocks_of(model), _own_share(strategy.recompute, pipeline), draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction)
+    return Parallel(model, strategy, mesh, policy, reduction, pipeline)
+
+
+def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:
+    """Leave the model the layers of this rank's stages."""
+    layers = stage_layers(model.spec, strategy.pp * stages_per_rank(strategy.schedule), strategy.layers)
+    group = mesh["pp"].get_group()
+
+    def border(batch: Batch) -> Tensor:
+        samples, tokens = batch["tokens_BT"].shape
+        if strategy.sp and tokens % strategy.tp == 0:
+            tokens //= strategy.tp
+        return torch.empty(
+            samples, tokens, model.spec.hidden_size, dtype=policy.param, device=batch["tokens_BT"].device
+        )
+
+    pipeline = Pipeline(model, strategy.schedule, layers, group, border)
+    keep_stages(model, layers, pipeline.stages)
+    return pipeline
+
+
+def _begin(axis: tensor.Axis, model: nn.Module, forward: Callable[..., Tensor], **options: Any) -> Tensor:
+    """Stages without an embedding must learn of the sequence's length as well."""
+    axis.begin(options["tokens_BT"].shape[1], model.training)
+    return forward(**options)
+
+
+def _own_share(kind: str, pipeline: Pipeline | None) -> str:
+    """Of the first N layers, how many are this rank's."""
+    if pipeline is None or not kind.startswith("first:"):
+        return kind
+    first = int(kind.removeprefix("first:"))
+    own = sum(layer < first for layers in pipeline.own_layers for layer in layers)
+    return f"first:{own}" if own else "none"
 
 
 def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
@@ -153,6 +259,11 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     strategy.check_any(world)
     if isinstance(model, Decoder):
         strategy.check(model.spec, world)
+    elif strategy.pp > 1:
+        raise ConfigError(
+            f"pp={strategy.pp} cuts Meshwright's own decoder into stages and does not know how to cut "
+            f"{type(model).__name__}; use pp=1 with zero=3 or tp"
+        )
     units_of(model, strategy.wrap)
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)

@@ -127,14 +127,16 @@ def check(model: nn.Module, tp: int) -> None:
             )
 
 
-def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool, reduce: torch.dtype) -> None:
-    """Split a model in place over one axis; on the meta device too."""
-    splitter = _Splitter(Axis(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size(), sequence, reduce))
+def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool, reduce: torch.dtype) -> Axis:
+    """Split a model in place over one axis, which is given; on the meta device too."""
+    axis = Axis(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size(), sequence, reduce)
+    splitter = _Splitter(axis)
     plan = getattr(model, "tensor_plan", {})
     for name, module in model.named_modules():
         rule = rule_of(plan, name)
         if rule is not None:
             _RULES[rule.word](module, splitter, rule)
+    return axis
 
 
 class _Splitter:

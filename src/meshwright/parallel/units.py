@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import nn
 
@@ -22,10 +23,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return max((members for depth, members in found if depth == outermost), key=len, default=[])
 
 
-def units_of(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
+def units_of(model: nn.Module, wrap: str, stages: Sequence[range] | None = None) -> list[list[nn.Module]]:
     """The modules that are wrapped together, inner ones first; the rest goes with the root.
 
-    A parameter that several modules share belongs to none of them alone, and goes with the root.
+    A parameter that several modules share belongs to none of them alone, and goes with the root. Layers of different
+    pipeline stages run at different times and are not wrapped together.
     """
     kind, _, argument = wrap.partition(":")
     shared = _holders_of_shared(model)
@@ -36,9 +38,15 @@ def units_of(model: nn.Module, wrap: str) -> list[list[nn.Module]]:
     blocks = [block for block in blocks_of(model) if block not in shared]
     if kind == "block":
         return [[block] for block in blocks]
-    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
     total = sum(parameter.numel() for parameter in model.parameters())
-    return [[blocks[index] for index in group] for group in group_small(sizes, total)]
+    units = []
+    start = 0
+    for count in [len(layers) for layers in stages or [range(len(blocks))]]:
+        run = blocks[start : start + count]
+        start += count
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in run]
+        units += [[run[index] for index in group] for group in group_small(sizes, total)]
+    return units
 
 
 def _holders_of_shared(model: nn.Module) -> set[nn.Module]:

@@ -17,7 +17,6 @@ from meshwright.models.mixture import finish_step, mixtures
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.data import Reduction, uses_ddp
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.norm import clip_grad_norm_
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
@@ -50,7 +49,8 @@ class TrainingStep:
         # average of a multiple, is the fastest way to the sum.
         averaged = self._averaged = uses_ddp(strategy) and strategy.dp > 1
         self._loss_factor = strategy.dp if averaged else 1
-        self._copies = world.size // strategy.dp
+        # The ranks that hold the same tokens, of those which have the loss.
+        self._copies = strategy.tp
         reduction: Reduction = "mean" if averaged else "sum"
         self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
         self.data_rank = self.parallel.data_rank
@@ -71,25 +71,28 @@ class TrainingStep:
         """
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], tokens[..., 1:]
-        counted = (targets != IGNORED).sum()
+        counted = (targets != IGNORED).sum() * self.parallel.has_loss
         # The count of all ranks is on its way while the first forward pass computes.
         counting = dist.all_reduce(counted, async_op=True) if self.world.size > 1 else None
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
         for mixture in self._mixtures:
             mixture.auxiliary_scale = scale / len(tokens)
-        losses = []
-        for index in range(len(tokens)):
-            with self.parallel.micro_step(last=index == len(tokens) - 1):
-                logits = self.parallel(inputs[index], samples_B=samples[index])
-                summed = cross_entropy(logits, targets[index], "sum")
-                if counting is not None:
-                    counting.wait()
-                    counting = None
-                valid = counted // self._copies
-                loss = summed / valid
-                (loss * (scale * self._loss_factor)).backward()
-            losses.append(loss.detach())
-        norm = clip_grad_norm_(self.model.parameters(), self.config.train.grad_clip, scale=scale)
+        losses = torch.zeros(len(tokens), dtype=torch.float64, device=self.world.device)
+
+        def loss_of(logits: Tensor, index: int) -> Tensor:
+            summed = cross_entropy(logits, targets[index], "sum")
+            if counting is not None and index == 0:
+                counting.wait()
+            loss = summed / (counted // self._copies)
+            losses[index] = loss.detach()
+            return loss * (scale * self._loss_factor)
+
+        batches = [{"tokens_BT": inputs[index], "samples_B": samples[index]} for index in range(len(tokens))]
+        self.parallel.forward_backward(batches, loss_of)
+        if counting is not None:
+            counting.wait()
+        valid = counted // self._copies
+        norm = self.parallel.clip_grad_norm_(self.config.train.grad_clip, scale=scale)
         rate = learning_rate(self.config.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -100,8 +103,8 @@ class TrainingStep:
         self.optimizer.zero_grad(set_to_none=not self._averaged)
         finish_step(self.model)
         # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
-        stop = loss.new_tensor(float(asked_to_stop), dtype=torch.float64)
-        mean_loss, requests = self.sum(torch.stack((torch.stack(losses).sum().double(), stop))).tolist()
+        stop = losses.new_tensor(float(asked_to_stop))
+        mean_loss, requests = self.sum(torch.stack((losses.sum(), stop))).tolist()
         metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate, "tokens": int(valid)}
         if not all(map(math.isfinite, metrics.values())):
             if taken or exhausted:
@@ -115,11 +118,14 @@ class TrainingStep:
     def evaluate(self, tokens: Tensor) -> Tensor:
         """The loss of this rank's sequences, summed over their tokens, and how many tokens that is."""
         tokens = tokens.to(self.world.device)
-        loss = cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:], "sum")
-        return torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        found = self.parallel.forward([{"tokens_BT": inputs}], lambda logits, _: cross_entropy(logits, targets, "sum"))
+        if not found:
+            return torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        return torch.stack((found[0].double(), (targets != IGNORED).sum().double()))
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks that hold different tokens: what several ranks hold of the same ones counts once."""
+        """The sum over the ranks that hold different tokens and zeros where there is no loss: a token counts once."""
         return self.world.sum(values).div_(self._copies)
 
     def _explain_divergence(self, metrics: dict[str, float]) -> str:

@@ -1,0 +1,193 @@
+"""The runtime of a pipeline: this rank's part of a program of forward passes, backward passes and transfers.
+
+A rank has one module, the model with the layers of other ranks removed, and calls it with the layers of one of its
+stages. Micro-batches are known to all ranks; only what goes from one layer to the next travels, and its gradient.
+Transfers begin as early as the program allows and are waited for when their content is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright.parallel.spans import Spans
+from meshwright.schedules import Action, Program, Transfer, make_program
+from meshwright.torch_private import backward_to_input, backward_to_weights
+
+Batch = Mapping[str, Any]
+"""The arguments of the model for a micro-batch."""
+Loss = Callable[[Tensor, int], Tensor]
+"""From the model's output and the number of the micro-batch to what gradients are taken of."""
+Border = Callable[[Batch], Tensor]
+"""An empty tensor like those that a micro-batch sends from one stage to the next."""
+Result = TypeVar("Result")
+
+
+Key = tuple[str, int, int]
+"""What travels: forward or backward, from which stage, of which micro-batch."""
+
+
+@dataclass
+class _Passing:
+    """The micro-batches of a step on this rank."""
+
+    graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
+    """By stage and micro-batch: input and output of what was computed and waits for its backward pass."""
+    unfinished: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    """What computes the gradients of weights, where those of inputs were computed first."""
+    here: dict[Key, Tensor] = field(default_factory=dict)
+    """From one stage of this rank to another."""
+    arriving: dict[Key, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    leaving: dict[Key, Tensor] = field(default_factory=dict)
+    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+
+class Pipeline:
+    """The stages of one rank."""
+
+    def __init__(
+        self, module: nn.Module, schedule: str, layers: Sequence[range], group: dist.ProcessGroup, border: Border
+    ) -> None:
+        self.module = module
+        self.layers = list(layers)
+        self.group = group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.spans: Spans | None = None
+        """Set it to have the times of actions recorded."""
+        self._border = border
+        self.program: Callable[[int], Program] = cache(lambda count: make_program(schedule, self.ranks, count))
+        self._steps = cache(lambda count: self.program(count).with_transfers(self.rank))
+        placement = self.program(1).placement
+        self.placement = placement
+        self.stages = self.program(1).stages_of(self.rank)
+        self.has_first, self.has_last = placement[0] == self.rank, placement[-1] == self.rank
+
+    @property
+    def own_layers(self) -> list[range]:
+        """The layers of each of this rank's stages."""
+        return [self.layers[stage] for stage in self.stages]
+
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss) -> None:
+        """Forward and backward passes of micro-batches; gradients add up in the parameters."""
+        passing = _Passing()
+        for step in self._steps(len(batches)):
+            if isinstance(step, Transfer):
+                self._transfer(step, passing, batches)
+            elif step.kind == "F":
+                self._forward(step, passing, batches, loss)
+            else:
+                self._backward(step, passing)
+        for work, _ in passing.sent:
+            work.wait()
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
+        """Forward passes only: what `finish` makes of the output of each micro-batch, on the rank of the last stage."""
+        results: list[Result] = []
+        sent: list[tuple[dist.Work, Tensor]] = []
+        kept: dict[tuple[int, int], Tensor] = {}
+        for stage in self.stages:
+            for micro, batch in enumerate(batches):
+                hidden = kept.pop((stage, micro), None)
+                if stage and hidden is None:
+                    hidden = self._border(batch)
+                    self._wait(dist.irecv(hidden, group=self.group, group_src=self.placement[stage - 1]))
+                output = self.module(**batch, hidden_BTC=hidden, layers=self.layers[stage])
+                if stage + 1 == len(self.placement):
+                    results.append(finish(output, micro))
+                elif self.placement[stage + 1] == self.rank:
+                    kept[stage + 1, micro] = output
+                else:
+                    output = output.contiguous()
+                    sent.append((self._send(output, self.placement[stage + 1]), output))
+        for work, _ in sent:
+            work.wait()
+        return results
+
+    def _forward(self, action: Action, passing: _Passing, batches: Sequence[Batch], loss: Loss) -> None:
+        _, stage, micro = action
+        hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
+        if hidden is not None:
+            hidden.requires_grad_()
+        with self._recorded(action):
+            output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])
+            if stage + 1 == len(self.placement):
+                output = loss(output, micro)
+        passing.graphs[stage, micro] = hidden, output
+        if stage + 1 < len(self.placement):
+            self._pass_on(("forward", stage, micro), output.detach(), stage + 1, passing)
+
+    def _backward(self, action: Action, passing: _Passing) -> None:
+        kind, stage, micro = action
+        if kind == "W":
+            with self._recorded(action):
+                passing.unfinished.pop((stage, micro))()
+            return
+        gradient = None
+        if stage + 1 < len(self.placement):
+            gradient = self._arrived(("backward", stage + 1, micro), passing)
+        hidden, output = passing.graphs.pop((stage, micro))
+        with self._recorded(action):
+            if kind == "I" and hidden is not None:
+                passing.unfinished[stage, micro] = self._split_backward(hidden, output, gradient)
+            elif kind == "I":
+                # No stage waits for it: the first stage's input has no gradient.
+                passing.unfinished[stage, micro] = lambda: torch.autograd.backward(output, gradient)
+            else:
+                torch.autograd.backward(output, gradient)
+        if hidden is not None:
+            assert hidden.grad is not None
+            self._pass_on(("backward", stage, micro), hidden.grad, stage - 1, passing)
+            hidden.grad = None
+
+    def _split_backward(self, hidden: Tensor, output: Tensor, gradient: Tensor | None) -> Callable[[], None]:
+        """Compute the gradient of the input; gives what computes those of the weights."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        groups = backward_to_input(output, gradient, hidden, parameters)
+        return lambda: backward_to_weights(parameters, groups)
+
+    def _pass_on(self, key: Key, value: Tensor, following: int, passing: _Passing) -> None:
+        """To a stage of this rank at once; to another rank when the program says so."""
+        if self.placement[following] == self.rank:
+            passing.here[key] = value
+        else:
+            passing.leaving[key] = value.contiguous()
+
+    def _arrived(self, key: Key, passing: _Passing) -> Tensor:
+        """What another stage has made for one of this rank's."""
+        if key in passing.here:
+            return passing.here.pop(key)
+        work, value = passing.arriving.pop(key)
+        work.wait()
+        return value
+
+    def _transfer(self, transfer: Transfer, passing: _Passing, batches: Sequence[Batch]) -> None:
+        key = (transfer.kind, transfer.stage, transfer.micro)
+        if transfer.source == self.rank:
+            value = passing.leaving.pop(key)
+            passing.sent = [(work, held) for work, held in passing.sent if not work.is_completed()]
+            passing.sent.append((self._send(value, transfer.target), value))
+        else:
+            value = self._border(batches[transfer.micro])
+            work = dist.irecv(value, group=self.group, group_src=transfer.source)
+            assert work is not None
+            passing.arriving[key] = work, value
+
+    def _send(self, value: Tensor, target: int) -> dist.Work:
+        work = dist.isend(value, group=self.group, group_dst=target)
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait()
+
+    def _recorded(self, action: Action) -> AbstractContextManager[None]:
+        return self.spans.record(action) if self.spans is not None else nullcontext()
