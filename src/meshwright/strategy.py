@@ -236,6 +236,12 @@ class Strategy:
                 f"schedule={self.schedule} computes gradients of weights late, when zero=3 has put the weights away; "
                 "use zero=2, or schedule=1f1b",
             )
+        if self.recompute == "selective" and splits_backward(self.schedule):
+            raise _refuse(
+                str(self),
+                f"schedule={self.schedule} goes back twice, and what recompute=selective keeps is gone after once; "
+                "use recompute=full or none, or schedule=1f1b",
+            )
 
     def _check_wrap(self, model: ModelSpec) -> None:
         """Names must be those of the decoder's modules."""

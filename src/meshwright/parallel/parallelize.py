@@ -29,6 +29,7 @@ from meshwright.parallel.pipeline import Batch, Loss, Pipeline
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.reads import around_forward
 from meshwright.parallel.stages import TiedEmbedding, keep_stages
+from meshwright.parallel.torch_releases import group_of
 from meshwright.parallel.units import blocks_of, units_of
 from meshwright.schedules import stages_per_rank
 from meshwright.stages import stage_layers
@@ -224,7 +225,8 @@ def _apply(
 def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:
     """Leave the model the layers of this rank's stages."""
     layers = stage_layers(model.spec, strategy.pp * stages_per_rank(strategy.schedule), strategy.layers)
-    group = mesh["pp"].get_group()
+    # A group of its own: ranks send unlike numbers of messages, by which checks of collectives would be confused.
+    group = group_of(dist.get_process_group_ranks(mesh["pp"].get_group()))
 
     def border(batch: Batch) -> Tensor:
         samples, tokens = batch["tokens_BT"].shape

@@ -10,8 +10,8 @@ Results are the same to the last bit: masks of dropout are a function of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -63,21 +63,26 @@ def _again(
 def _contexts(held: list[Mixture], selective: bool) -> tuple[Context, Context]:
     """The contexts of the first and of the repeated forward pass."""
     first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
-    return first, _repeating(held, again)
+    return first, _Repeating(held, again)
 
 
 def _policy(_: object, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@contextmanager
-def _repeating(held: list[Mixture], inner: Context) -> Iterator[None]:
-    """Tokens were counted in the first pass."""
-    for mixture in held:
-        mixture.repeating = True
-    try:
-        with inner:
-            yield
-    finally:
-        for mixture in held:
+class _Repeating(AbstractContextManager[None]):
+    """Tokens were counted in the first pass. May be entered again: split backward passes compute twice."""
+
+    def __init__(self, held: list[Mixture], inner: Context) -> None:
+        self._held = held
+        self._inner = inner
+
+    def __enter__(self) -> None:
+        for mixture in self._held:
+            mixture.repeating = True
+        self._inner.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._inner.__exit__(*exception)
+        for mixture in self._held:
             mixture.repeating = False

@@ -27,6 +27,7 @@ __all__ = [
     "all_gather_into",
     "check_collectives",
     "group_for_ddp",
+    "group_of",
 ]
 
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -50,6 +51,11 @@ def check_collectives() -> None:
     """
     if _RELEASE >= (2, 13):
         set_debug_level(DebugLevel.DETAIL)
+
+
+def group_of(ranks: list[int]) -> ProcessGroup:
+    """A process group of these ranks, who must all ask for it, in their order, and nobody else."""
+    return new_group(ranks, use_local_synchronization=True)
 
 
 def group_for_ddp(group: ProcessGroup) -> ProcessGroup:
