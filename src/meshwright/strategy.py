@@ -292,7 +292,12 @@ class Strategy:
             legal = f"{below} or {above}" if below else str(above)
             detail = f"dp={self.dp}" + (f" x train.micro_batch={micro_batch}" if micro_batch else "")
             raise ConfigError(f"a global batch of {batch} is not divisible by {unit} ({detail}); use {legal}")
-        return batch // unit if micro_batch else 1
+        share = batch // self.dp
+        if micro_batch:
+            return share // micro_batch
+        # Enough for the stages to be busy most of the time, as large as that allows.
+        wanted = min(share, 4 * self.pp) if self.pp > 1 else 1
+        return next(count for count in range(wanted, share + 1) if share % count == 0)
 
 
 def _left_for_data(text: str, world: int, given: Mapping[str, int]) -> int:

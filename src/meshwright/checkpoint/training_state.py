@@ -14,6 +14,7 @@ from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.load import load_tensors
 from meshwright.errors import CheckpointError
 from meshwright.models.parts import part_like, whole
+from meshwright.models.shapes import shapes_of
 from meshwright.parallel.local_optimizer import LocalOptimizer
 
 
@@ -51,11 +52,15 @@ def restore_model(model: nn.Module, folder: Path, manifest: Manifest) -> None:
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, manifest: Manifest) -> None:
     """Copy a checkpoint's moments into an optimizer of that model."""
     parameters = dict(model.named_parameters())
+    known = shapes_of(manifest.model)
     names = [name for name in manifest.tensors if name.startswith("optimizer.")]
+    for name in names:
+        if name.split(".", 2)[2] not in known:
+            raise CheckpointError(f"{folder} has state of {name}, which the model does not have")
+    # A pipeline rank has the parameters of its own stages.
+    names = [name for name in names if name.split(".", 2)[2] in parameters]
     for name, value in load_tensors(folder, manifest, names):
         _, kind, parameter_name = name.split(".", 2)
-        if parameter_name not in parameters:
-            raise CheckpointError(f"{folder} has optimizer state of {parameter_name}, which the model does not have")
         parameter = parameters[parameter_name]
         if isinstance(optimizer, LocalOptimizer):
             if value.ndim and value.shape != parameter.shape:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from meshwright.errors import UserError
 from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.parts import whole
+
+Predict = Callable[[torch.Tensor, KeyValueCache], torch.Tensor]
 
 
 @torch.no_grad()
@@ -24,8 +26,12 @@ def generate(
     top_k: int | None = 40,
     seed: int = 0,
     end: int | None = None,
+    predict: Predict | None = None,
 ) -> Iterator[int]:
-    """The next `count` tokens after the prompt, or fewer when `end` is drawn; temperature 0 takes the likeliest."""
+    """The next `count` tokens after the prompt, or fewer when `end` is drawn; temperature 0 takes the likeliest.
+
+    A model that is split over a pipeline cannot be called; there `predict` gives the logits after the last token.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     window = model.spec.max_position_embeddings
@@ -36,7 +42,9 @@ def generate(
         if cache.length + len(fresh) > window:
             # Out of positions: go on from the latest half of the text.
             fresh, cache = tokens[-(window // 2) :], KeyValueCache()
-        logits_V = whole(model(torch.tensor([fresh], device=device), cache=cache))[0, -1].float()
+        tokens_BT = torch.tensor([fresh], device=device)
+        logits_BV = predict(tokens_BT, cache) if predict else whole(model(tokens_BT, cache=cache))[:, -1]
+        logits_V = logits_BV[0].float()
         token = _draw(logits_V, temperature, top_k, generator)
         if token == end:
             return

@@ -62,6 +62,8 @@ def fill_from_hf(model: Decoder, folder: Path | str) -> None:
         if model.spec.tie_word_embeddings:
             _check_tied(files, wanted)
         parameters = dict(model.named_parameters())
+        # A pipeline rank has the parameters of its own stages.
+        wanted = [piece for piece in wanted if piece.ours in parameters]
         for name, parts in groupby(sorted(wanted, key=lambda piece: piece.ours), key=lambda piece: piece.ours):
             target = parameters[name]
             # A split parameter is put together once on the CPU, and each rank keeps its part.

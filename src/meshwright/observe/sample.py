@@ -24,9 +24,8 @@ class Sample(Hook):
         if not trainer.finished:
             return
         # On every rank, since sharded weights are gathered together; the first one prints.
-        made = "".join(
-            continue_text(trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, seed=trainer.config.run.seed)
-        )
+        options = {"seed": trainer.config.run.seed, "predict": trainer.one_step.parallel.predict}
+        made = "".join(continue_text(trainer.model, trainer.job.tokenizer, self.prompt, self.tokens, **options))
         trainer.one_step.parallel.reshard()
         if not trainer.world.is_first:
             return

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
+from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
+from meshwright.models.parts import whole
 from meshwright.parallel import data, precision, recompute, tensor
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
@@ -109,6 +111,12 @@ class Parallel:
         return self.mesh.data.get_local_rank() if self.mesh is not None else 0
 
     @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank is the first of those that hold the same layers."""
+        mesh = self.mesh
+        return mesh is None or not any(mesh[axis].get_local_rank() for axis in ("replicate", "shard", "cp", "tp"))
+
+    @property
     def has_loss(self) -> bool:
         """Whether the model's output is on this rank: it holds the last stage."""
         return self.pipeline is None or self.pipeline.has_last
@@ -137,11 +145,31 @@ class Parallel:
             return self.pipeline.forward(batches, finish)
         return [finish(self.module(**batch), index) for index, batch in enumerate(batches)]
 
+    @torch.no_grad()
+    def predict(self, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
+        """The logits after the last of these tokens, which follow those in the cache; on every rank."""
+        pipeline = self.pipeline
+        if pipeline is None:
+            return whole(self.module(tokens_BT, cache=cache))[:, -1]
+        assert isinstance(self.module, Decoder)
+        start = cache.length
+        positions_BT = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)[None]
+        batch = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "cache": cache}
+        found = pipeline.forward([batch], lambda logits, _: whole(logits)[:, -1].float().contiguous())
+        shape = len(tokens_BT), self.module.spec.vocab_size
+        logits_BV = found[0] if found else torch.empty(shape, device=tokens_BT.device)
+        dist.broadcast(logits_BV, group=self._stages, group_src=pipeline.placement[-1])
+        return logits_BV
+
+    @property
+    def _stages(self) -> dist.ProcessGroup | None:
+        """The ranks of the pipeline, for what they do together."""
+        return self.mesh["pp"].get_group() if self.pipeline is not None and self.mesh is not None else None
+
     def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> Tensor:
         """The norm of all gradients of the whole model, which are scaled down to `max_norm` where it is exceeded."""
-        over = self.mesh["pp"].get_group() if self.pipeline is not None and self.mesh is not None else None
         again = [self._tied.weight] if self._tied is not None and not self._tied.counts else []
-        return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=over, counted_elsewhere=again)
+        return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=self._stages, counted_elsewhere=again)
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         """The context of one of several forward and backward passes of a step; gradients travel when they must."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshwright.checkpoint.collect import collect_stages
 from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.save import describe_tensors, prune, save_checkpoint
 from meshwright.checkpoint.training_state import gather_state
@@ -180,6 +181,9 @@ def save(trainer: TrainingLoop) -> None:
     """Save the trainer's state as a checkpoint of its run; all ranks gather it, the first one writes."""
     started = time.perf_counter()
     files = gather_state(trainer.model, trainer.optimizer)
+    parallel = trainer.one_step.parallel
+    if parallel.pipeline is not None and parallel.is_first_of_stage:
+        files = collect_stages(files, parallel.pipeline.group)
     if not trainer.world.is_first:
         return
     state = trainer.loss_scale.state()

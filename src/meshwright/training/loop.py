@@ -94,7 +94,9 @@ class TrainingLoop:
             return None
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        size = self.config.train.micro_batch or max(1, self.job.batches.batch(self.step) // self.job.strategy.dp)
+        batch = self.job.batches.batch(self.step)
+        micro_steps = self.job.strategy.micro_steps(batch, self.config.train.micro_batch)
+        size = max(1, batch // self.job.strategy.dp // micro_steps)
         for round_start in range(0, count, self.job.strategy.dp * size):
             # Every rank takes part in every round, since sharded weights are gathered together; one that has no
             # sequences left computes the first one again and does not count it.

@@ -71,7 +71,7 @@ def run_case(world: World, case: Case) -> Trace:
         trace.losses.append(metrics.get("loss", float("nan")))
         trace.norms.append(metrics.get("grad_norm", float("nan")))
     weights = {name: whole(parameter.detach()) for name, parameter in step.model.named_parameters()}
-    if step.mesh is None or not any(step.mesh[axis].get_local_rank() for axis in ("replicate", "shard", "cp", "tp")):
+    if step.parallel.is_first_of_stage:
         weights |= dict(step.model.named_buffers())
         trace.weights = {name: value.clone() for name, value in weights.items()}
     return trace

@@ -1,0 +1,163 @@
+"""Pipelines compute what one process computes: every schedule, alone and with what else splits a model."""
+
+from __future__ import annotations
+
+from itertools import cycle
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.models.generate import generate
+from meshwright.models.parts import whole
+from meshwright.parallel.world import World
+from meshwright.strategy import Strategy
+from meshwright.verify.parity import Case, Prover, batch_of, step_of
+from meshwright.verify.pool import RankPool
+from tests.parity.conftest import SPECS
+
+DEEP = {name: spec.model_copy(update={"num_hidden_layers": 4}) for name, spec in SPECS.items()}
+SCHEDULES = ["gpipe", "1f1b", "interleaved:2", "zero-bubble", "zbv"]
+
+
+def prove(prover: Prover, shape: str, strategy: str, micro_steps: int = 4, precision: str = "float64") -> None:
+    ranks = Strategy.processes(strategy)
+    assert ranks is not None
+    case = Case(DEEP[shape], strategy, ranks, precision, micro_steps=micro_steps, batch=24 if micro_steps == 3 else 8)
+    assert prover.differences(case) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_steps", [1, 3, 8])
+@pytest.mark.parametrize(("schedule", "shape"), list(zip(SCHEDULES, cycle(["tied", "gqa", "gpt"]), strict=False)))
+def test_every_schedule_with_fewer_and_more_micro_batches_than_stages(
+    schedule: str, shape: str, micro_steps: int, prover: Prover
+) -> None:
+    prove(prover, shape, f"dp=1 pp=2 schedule={schedule}", micro_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_one_layer_a_stage(schedule: str, prover: Prover) -> None:
+    prove(prover, "tied", f"dp=1 pp=4 schedule={schedule}", 8)
+
+
+COMBINED = [
+    ("tied", "dp=2 pp=2"),
+    ("gqa", "dp=2 pp=2 zero=1 schedule=interleaved:2"),
+    ("tied", "dp=2 pp=2 zero=2 schedule=zbv"),
+    ("gpt", "dp=2 pp=2 zero=2 wrap=block schedule=zero-bubble"),
+    ("few-kv", "dp=2 pp=2 zero=3 wrap=block"),
+    ("gqa", "dp=2 pp=2 zero=3 wrap=block schedule=interleaved:2"),
+    ("tied", "dp=4 pp=2 zero=2 replicate=2"),
+    ("experts", "dp=2 pp=2 zero=3 schedule=gpipe"),
+    ("experts", "dp=1 pp=2 tp=2 schedule=zero-bubble"),
+    ("gpt", "dp=1 pp=2 tp=2 schedule=zbv"),
+    ("tied", "dp=1 pp=2 tp=2 sp=off"),
+    ("few-kv", "dp=1 pp=2 tp=4 schedule=interleaved:2"),
+    ("tied", "dp=2 pp=2 tp=2 zero=1"),
+    ("gqa", "dp=2 pp=2 tp=2 zero=3"),
+    ("experts", "dp=2 pp=2 tp=2 zero=2 schedule=zbv"),
+    ("gpt", "dp=1 pp=4 recompute=full"),
+    ("gqa", "dp=1 pp=2 recompute=full schedule=zero-bubble"),
+    ("experts", "dp=1 pp=2 recompute=full schedule=zbv"),
+    ("tied", "dp=1 pp=2 recompute=first:3 schedule=interleaved:2"),
+    ("experts", "dp=1 pp=2 recompute=selective"),
+    ("gqa", "dp=1 pp=2 layers=3+1"),
+    ("tied", "dp=1 pp=2 layers=1+1+1+1 schedule=zbv"),
+    ("gqa", "dp=1 pp=2 layers=balanced"),
+    ("tied", "dp=2 pp=2 offload=optimizer"),
+    ("gqa", "dp=2 pp=2 zero=2 offload=parameters"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "strategy"), COMBINED)
+def test_combined_with_what_else_splits_a_model(shape: str, strategy: str, prover: Prover) -> None:
+    prove(prover, shape, strategy, 2 if "dp=4" in strategy else 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("shape", "strategy"), [("tied", "dp=2 pp=2 zero=2 schedule=zbv"), ("gqa", "dp=1 pp=2 tp=2 recompute=full")]
+)
+def test_narrow_precision(shape: str, strategy: str, precision: str, prover: Prover) -> None:
+    prove(prover, shape, strategy, 4, precision)
+
+
+def continued(world: World, case: Case) -> list[int]:
+    """What a trained model goes on to write, the same on every rank."""
+    step = step_of(world, case)
+    for number in range(2):
+        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+    tokens = list(generate(step.model, [3, 1, 4, 1, 5], 12, temperature=0.0, predict=step.parallel.predict))
+    if world.size > 1:
+        first = torch.tensor(tokens)
+        dist.broadcast(first, src=0)
+        assert first.tolist() == tokens
+    return tokens
+
+
+@pytest.mark.parametrize("strategy", ["dp=1 pp=2", "dp=1 pp=2 tp=2 schedule=zbv", "dp=2 pp=2 zero=3"])
+def test_generation_through_a_pipeline(strategy: str, pool: RankPool) -> None:
+    ranks = Strategy.processes(strategy)
+    assert ranks is not None
+    (alone,) = pool.run(continued, 1, Case(DEEP["tied"], "auto", 1, micro_steps=4))
+    assert pool.run(continued, ranks, Case(DEEP["tied"], strategy, ranks, micro_steps=4))[0] == alone
+
+
+def evaluated(world: World, case: Case) -> list[float]:
+    step = step_of(world, case)
+    rows = batch_of(case, 0, step.data_rank, step.strategy.dp)["tokens"][0]
+    step.model.eval()
+    return step.sum(step.evaluate(rows)).tolist()
+
+
+@pytest.mark.parametrize("strategy", ["dp=1 pp=2 schedule=interleaved:2", "dp=2 pp=2 zero=2 schedule=zbv"])
+def test_evaluation_through_a_pipeline_is_known_on_every_rank(strategy: str, pool: RankPool) -> None:
+    ranks = Strategy.processes(strategy)
+    assert ranks is not None
+    (alone,) = pool.run(evaluated, 1, Case(DEEP["gqa"], "auto", 1))
+    for found in pool.run(evaluated, ranks, Case(DEEP["gqa"], strategy, ranks)):
+        assert found == pytest.approx(alone, rel=1e-12)
+
+
+def held(world: World, case: Case) -> tuple[list[str], float]:
+    """The names of what a rank holds, and how far the two copies of a tied weight are apart after training."""
+    step = step_of(world, case)
+    for number in range(3):
+        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+    names = [name for name, _ in step.model.named_parameters()]
+    apart = 0.0
+    if "model.embed_tokens.weight" in names:
+        weight = whole(dict(step.model.named_parameters())["model.embed_tokens.weight"].detach())
+        apart = float(weight.sum())
+    return names, apart
+
+
+def test_stages_keep_names_and_both_copies_of_a_tied_weight_stay_equal(pool: RankPool) -> None:
+    (first, sum_first), (last, sum_last) = pool.run(held, 2, Case(DEEP["tied"], "dp=1 pp=2", 2, micro_steps=4))
+    assert "model.layers.0.mlp.up_proj.weight" in first
+    assert "model.layers.3.mlp.up_proj.weight" in last
+    assert set(first) & set(last) == {"model.embed_tokens.weight"}
+    assert sum_first == sum_last
+    (both, _), _ = pool.run(held, 2, Case(DEEP["tied"], "dp=1 pp=2 schedule=zbv", 2, micro_steps=4))
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.3.mlp.up_proj.weight"} <= set(both)
+
+
+def reshaped(world: World, case: Case) -> list[float]:
+    """Losses of batches that change their shape from step to step."""
+    step = step_of(world, case)
+    losses = []
+    for number, (samples, tokens) in enumerate([(8, 16), (16, 10), (4, 7), (8, 16)]):
+        shaped = Case(case.spec, case.strategy, case.ranks, micro_steps=2, batch=samples, tokens=tokens)
+        losses.append(step(number, batch_of(shaped, number, step.data_rank, step.strategy.dp))["loss"])
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_batches_may_change_their_shape_between_steps(schedule: str, pool: RankPool) -> None:
+    (alone,) = pool.run(reshaped, 1, Case(DEEP["gqa"], "auto", 1))
+    for found in pool.run(reshaped, 2, Case(DEEP["gqa"], f"dp=1 pp=2 schedule={schedule}", 2)):
+        assert found == pytest.approx(alone, rel=1e-9)
