@@ -351,12 +351,12 @@ def test_only_the_world_that_it_fills_is_taken(strategy: Strategy, world: int) -
         assert f"it needs {strategy.world} processes and there are {world}" in refusal(str(strategy), world)
 
 
-@pytest.mark.parametrize("key", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("key", ["cp", "ep"])
 def test_what_cannot_run_yet_is_refused_with_the_key_to_leave_out(key: str) -> None:
     assert check_refusal(f"{key}=2", 2) == f"{key}=2: this version cannot run it; leave {key} out"
 
 
-@pytest.mark.parametrize("key", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("key", ["cp", "ep"])
 def test_no_model_at_all_gets_what_cannot_run_yet(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}=2: this version cannot run it"):
         Strategy.parse(f"{key}=2", 2).check_any(2)
