@@ -23,6 +23,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.models.parts import whole
 from meshwright.parallel import data, precision, recompute, tensor
+from meshwright.parallel.bubble import Bubble, bubble_of
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
@@ -30,6 +31,7 @@ from meshwright.parallel.norm import clip_grad_norm_
 from meshwright.parallel.pipeline import Batch, Loss, Pipeline
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.reads import around_forward
+from meshwright.parallel.spans import Spans
 from meshwright.parallel.stages import TiedEmbedding, keep_stages
 from meshwright.parallel.torch_releases import group_of
 from meshwright.parallel.units import blocks_of, units_of
@@ -59,6 +61,7 @@ class Parallel:
         self.precision = policy
         self._reduction = reduction
         self._tied_copy: TiedEmbedding | None = None
+        self.last_step: Spans | None = None
         self._replica: nn.Module | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
@@ -133,10 +136,16 @@ class Parallel:
                     loss(self(**batch), index).backward()
             return
         data.accumulate(self.module, self.strategy.zero)
-        self.pipeline.forward_backward(batches, loss)
+        self.last_step = self.pipeline.forward_backward(batches, loss)
         data.reduce(self.module)
         if self._tied is not None:
             self._tied.sum_gradients()
+
+    def bubble(self) -> Bubble | None:
+        """How much of the last step's passes the ranks of the pipeline waited; None without one. All ranks must ask."""
+        if self.pipeline is None or self.last_step is None or self._stages is None:
+            return None
+        return bubble_of(self.pipeline.program(self.last_step.micro_batches), *self.last_step.times(), self._stages)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:

@@ -8,7 +8,6 @@ Transfers begin as early as the program allows and are waited for when their con
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
@@ -38,6 +37,7 @@ Key = tuple[str, int, int]
 class _Passing:
     """The micro-batches of a step on this rank."""
 
+    spans: Spans
     graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
     """By stage and micro-batch: input and output of what was computed and waits for its backward pass."""
     unfinished: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
@@ -59,8 +59,6 @@ class Pipeline:
         self.layers = list(layers)
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.spans: Spans | None = None
-        """Set it to have the times of actions recorded."""
         self._border = border
         self.program: Callable[[int], Program] = cache(lambda count: make_program(schedule, self.ranks, count))
         self._steps = cache(lambda count: self.program(count).with_transfers(self.rank))
@@ -74,9 +72,9 @@ class Pipeline:
         """The layers of each of this rank's stages."""
         return [self.layers[stage] for stage in self.stages]
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss) -> None:
-        """Forward and backward passes of micro-batches; gradients add up in the parameters."""
-        passing = _Passing()
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss) -> Spans:
+        """Forward and backward passes of micro-batches; gradients add up in the parameters. Gives when they ran."""
+        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)))
         for step in self._steps(len(batches)):
             if isinstance(step, Transfer):
                 self._transfer(step, passing, batches)
@@ -86,6 +84,8 @@ class Pipeline:
                 self._backward(step, passing)
         for work, _ in passing.sent:
             work.wait()
+        passing.spans.finish()
+        return passing.spans
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
@@ -116,7 +116,7 @@ class Pipeline:
         hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
         if hidden is not None:
             hidden.requires_grad_()
-        with self._recorded(action):
+        with passing.spans.record(action):
             output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])
             if stage + 1 == len(self.placement):
                 output = loss(output, micro)
@@ -127,14 +127,14 @@ class Pipeline:
     def _backward(self, action: Action, passing: _Passing) -> None:
         kind, stage, micro = action
         if kind == "W":
-            with self._recorded(action):
+            with passing.spans.record(action):
                 passing.unfinished.pop((stage, micro))()
             return
         gradient = None
         if stage + 1 < len(self.placement):
             gradient = self._arrived(("backward", stage + 1, micro), passing)
         hidden, output = passing.graphs.pop((stage, micro))
-        with self._recorded(action):
+        with passing.spans.record(action):
             if kind == "I" and hidden is not None:
                 passing.unfinished[stage, micro] = self._split_backward(hidden, output, gradient)
             elif kind == "I":
@@ -188,6 +188,3 @@ class Pipeline:
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None
         work.wait()
-
-    def _recorded(self, action: Action) -> AbstractContextManager[None]:
-        return self.spans.record(action) if self.spans is not None else nullcontext()

@@ -12,12 +12,13 @@ from meshwright.schedules import Action
 
 
 class Spans:
-    """Records the actions of a step; times are seconds of the host's monotonic clock."""
+    """Records the actions of a step's micro-batches; times are seconds of the host's monotonic clock."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
         self._on_gpu = device.type == "cuda"
-        self._zero = self._mark()
         self._started = time.perf_counter()
+        self._first = self._last = self._mark()
         self._marks: list[tuple[Action, object, object]] = []
 
     @contextmanager
@@ -27,11 +28,16 @@ class Spans:
         yield
         self._marks.append((action, begin, self._mark()))
 
-    def times(self) -> list[tuple[Action, float, float]]:
-        """The actions with their begin and end; waits for a GPU that is still at work."""
+    def finish(self) -> None:
+        """The step's passes are done."""
+        self._last = self._mark()
+
+    def times(self) -> tuple[list[tuple[Action, float, float]], float]:
+        """The actions with begin and end, and how long it took altogether; waits for a GPU that is still at work."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        return [(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks]
+        found = [(action, self._seconds(begin), self._seconds(end)) for action, begin, end in self._marks]
+        return found, self._seconds(self._last) - self._started
 
     def _mark(self) -> object:
         if not self._on_gpu:
@@ -43,6 +49,6 @@ class Spans:
     def _seconds(self, mark: object) -> float:
         if isinstance(mark, float):
             return mark
-        assert isinstance(self._zero, torch.cuda.Event)
+        assert isinstance(self._first, torch.cuda.Event)
         assert isinstance(mark, torch.cuda.Event)
-        return self._started + self._zero.elapsed_time(mark) / 1000
+        return self._started + self._first.elapsed_time(mark) / 1000

@@ -112,6 +112,9 @@ class TrainingStep:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if self.loss_scale.active:
             metrics |= {"loss_scale": scale, "skipped": int(not taken)}
+        bubble = self.parallel.bubble()
+        if bubble is not None:
+            metrics |= {"pipeline_idle": bubble.measured, "pipeline_idle_predicted": bubble.predicted}
         return metrics | {"stop": requests}
 
     @torch.no_grad()
