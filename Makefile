@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help setup demo test test-fast lint format clean
+.PHONY: help setup demo test test-fast fuzz lint format clean
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
 	@echo "make test-fast  the tests that answer in under two minutes"
+	@echo "make fuzz       random models under random strategies against one process, until stopped"
 	@echo "make lint       ruff (lint and format) and mypy"
 	@echo "make format     let ruff rewrite the files"
 	@echo "make setup      only install"
@@ -38,6 +39,9 @@ test: $(VENV)/.dev
 
 test-fast: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow"
+
+fuzz: $(VENV)/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.fuzz
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
