@@ -181,6 +181,7 @@ class Strategy:
         """Raise a ConfigError unless that model can be trained so on that many processes."""
         self.check_any(world, optimizer)
         self._check_tensor(model, sequence_length)
+        self._check_experts(model)
         self._check_wrap(model)
         kind, _, count = self.recompute.partition(":")
         if kind == "first" and int(count) > model.num_hidden_layers:
@@ -189,7 +190,7 @@ class Strategy:
 
     def check_any(self, world: int, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless some model can be trained so on that many processes."""
-        for key in ("pp", "cp", "ep"):
+        for key in ("pp", "cp"):
             if getattr(self, key) > 1:
                 raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
         if self.world != world:
@@ -217,6 +218,26 @@ class Strategy:
         for name in names.split("+"):
             if name.split(".")[-1] not in known and not name.split(".")[-1].isdecimal():
                 raise _refuse(str(self), f"the model has no module '{name}'; it has {', '.join(known)}")
+
+    def _check_experts(self, model: ModelSpec) -> None:
+        """Experts are dealt out whole and evenly; a capacity counts the tokens of whole sequences."""
+        experts = model.experts
+        if self.ep > 1 and not any(map(model.is_sparse, range(model.num_hidden_layers))):
+            raise _refuse(str(self), f"ep={self.ep} splits experts, and the model has none; leave ep out")
+        if experts is not None and experts.num_experts % self.ep:
+            count = experts.num_experts
+            legal = [
+                ep for ep in _divisors(self.dp) if count % ep == 0 and (self.shard % ep == 0 or ep % self.shard == 0)
+            ]
+            raise _refuse(
+                str(self), f"ep={self.ep} does not divide the model's {count} experts; ep can be {_list(legal)}"
+            )
+        if experts is not None and experts.capacity_factor is not None and self.cp > 1:
+            raise _refuse(
+                str(self),
+                f"cp={self.cp} splits sequences, and experts.capacity_factor={experts.capacity_factor:g} counts the "
+                "tokens of whole ones; leave one of them out",
+            )
 
     def _check_tensor(self, model: ModelSpec, sequence_length: int | None) -> None:
         """Heads are dealt out whole; key-value heads may be held by several ranks; tokens are dealt out evenly."""

@@ -1,7 +1,7 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: tensor parallel, recompute, precision, data parallel. A model on the meta device stays there, so that each rank
-can give memory to its own part; one with weights keeps those of rank 0.
+Order: tensor parallel, expert parallel, recompute, precision, data parallel. A model on the meta device stays there, so
+that each rank can give memory to its own part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
-from meshwright.parallel import data, precision, recompute, tensor
+from meshwright.parallel import data, experts, precision, recompute, tensor
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
@@ -140,6 +140,8 @@ def _apply(
             tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
+        if mesh.experts is not None:
+            experts.apply(model, mesh.experts)
     # The decoder draws no random numbers of its own; another model may.
     recompute.apply(blocks_of(model), strategy.recompute, draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
@@ -156,6 +158,8 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     units_of(model, strategy.wrap)
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
+    if strategy.ep > 1:
+        experts.check(model, strategy.ep)
 
 
 def _with_samples(

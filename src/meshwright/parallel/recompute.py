@@ -2,8 +2,8 @@
 
     full        every layer keeps its input only
     first:N     so do the first N layers; the others keep everything
-    selective   every layer keeps what is dear to compute (matrix products, attention, sums over ranks) and computes
-                the rest again (norms, activations, rotations, gathered tokens)
+    selective   every layer keeps what is dear to compute (matrix products, attention, sums over ranks, rows from other
+                ranks) and computes the rest again (norms, activations, rotations, gathered tokens)
 
 Results are the same to the last bit: masks of dropout are a function of the sample, and no state moves twice.
 """
@@ -32,6 +32,7 @@ _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten.linear.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -39,6 +40,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 

@@ -98,7 +98,7 @@ class TrainingStep:
             self.optimizer.step()
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
-        finish_step(self.model)
+        balance = finish_step(self.model)
         # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
         stop = loss.new_tensor(float(asked_to_stop), dtype=torch.float64)
         mean_loss, requests = self.sum(torch.stack((torch.stack(losses).sum().double(), stop))).tolist()
@@ -109,7 +109,7 @@ class TrainingStep:
             metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if self.loss_scale.active:
             metrics |= {"loss_scale": scale, "skipped": int(not taken)}
-        return metrics | {"stop": requests}
+        return metrics | balance | {"stop": requests}
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
