@@ -195,11 +195,11 @@ class Strategy:
                 raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
         if self.world != world:
             raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
-        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.offload != "none"):
+        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.ep > 1 or self.offload != "none"):
             raise _refuse(
                 str(self),
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
-                "use zero=0 and tp=1 without offload, or train.optimizer=adamw",
+                "use zero=0 and tp=1 without ep and offload, or train.optimizer=adamw",
             )
         if self.offload == "parameters" and (self.zero < 2 or self.dp == 1):
             raise _refuse(

@@ -10,18 +10,17 @@ Results are the same to the last bit: masks of dropout are a function of the sam
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.models.mixture import Mixture, mixtures
 from meshwright.parallel.reads import around_forward
@@ -62,14 +61,47 @@ def _again(
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts, **options)
 
 
-def _contexts(held: list[Mixture], selective: bool) -> tuple[Context, Context]:
+def _contexts(held: list[Mixture], selective: bool) -> tuple[AbstractContextManager[Any], Context]:
     """The contexts of the first and of the repeated forward pass."""
-    first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
-    return first, _repeating(held, again)
+    if not selective:
+        return nullcontext(), _repeating(held, nullcontext())
+    results = _Results()
+    return _Keep(results), _repeating(held, _Take(results))
 
 
-def _policy(_: object, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+class _Results:
+    """What operations gave in the first pass, in their order."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, deque[Any]] = {operation: deque() for operation in _KEPT}
+
+
+# Torch's own contexts for this demand that both passes do all the same operations. They do not where weights are
+# gathered inside of a layer, and are there already in one of the passes.
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of dear operations."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        result = operation(*inputs, **(options or {}))
+        if operation in _KEPT:
+            # Detached, or it would hold the graph that will hold it.
+            self.results.of[operation].append(tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class _Take(_Keep):
+    """Gives the results that were kept, each once, instead of computing them."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        if operation in _KEPT:
+            return self.results.of[operation].popleft()
+        return operation(*inputs, **(options or {}))
 
 
 @contextmanager
