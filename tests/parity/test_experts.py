@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from meshwright.models.generate import generate
+from meshwright.models.initialize import build
 from meshwright.models.mixture import mixtures
 from meshwright.models.parts import whole
 from meshwright.models.spec import ModelSpec
+from meshwright.parallel import experts
+from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, Prover, batch_of, step_of
@@ -132,11 +135,11 @@ def test_gradients_of_experts_have_the_factor_of_all_others(strategy: str, reduc
 
 
 def evaluate_unevenly(world: World, case: Case) -> tuple[float, list[int]]:
-    """The loss of five sequences, of which ranks have different numbers or none, and a text that all ranks write."""
+    """The loss of five sequences, of which ranks have different numbers, and a text that all ranks write."""
     step = step_of(world, case)
     step.model.eval()
-    tokens = torch.from_numpy(batch_of(case, 0, 0, 1)["tokens"].numpy().reshape(-1, case.tokens + 1)[:5])
-    mine = tokens if world.size == 1 else tokens.split([3, 0, 1, 1])[world.rank]
+    tokens = batch_of(case, 0, 0, 1)["tokens"].flatten(0, 1)[:5]
+    mine = tokens if world.size == 1 else tokens.split([2, 1, 1, 1])[world.rank]
     loss, count = step.sum(step.evaluate(mine)).tolist()
     return loss / count, list(generate(step.model, [1, 2, 3], 6, temperature=0))
 
@@ -146,6 +149,30 @@ def test_evaluation_and_generation_take_any_number_of_tokens(strategy: str, pool
     (expected,) = pool.run(evaluate_unevenly, 1, Case(ROUTERS["all"], "auto", 1))
     for found in pool.run(evaluate_unevenly, 4, Case(ROUTERS["all"], strategy, 4)):
         assert found == (pytest.approx(expected[0], rel=1e-9), expected[1])
+
+
+def pass_through_a_layer(world: World, strategy: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Of one layer, to which ranks send 3, 0, 1 and 1 tokens: outputs, gradients of inputs and of weights."""
+    model = build(ROUTERS["plain"], seed=2, dtype=torch.float64)
+    layer, split = next(mixtures(model)), make_mesh(Strategy.parse(strategy, world.size), "cpu").experts
+    if split is not None:
+        experts.apply(model, split, "sum")
+    x = torch.randn(5, 1, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mine = (x if split is None else x.split([3, 0, 1, 1])[world.rank]).requires_grad_()
+    y = layer(mine)
+    y.square().sum().backward()
+    assert mine.grad is not None
+    assert layer.experts.up_proj.grad is not None
+    return y.detach(), mine.grad, whole(layer.experts.up_proj.grad)
+
+
+def test_rank_without_a_token_takes_part(pool: RankPool) -> None:
+    (y, x_grad, gradient) = pool.run(pass_through_a_layer, 4, "dp=4")[0]
+    found = pool.run(pass_through_a_layer, 4, "dp=4 ep=4")
+    torch.testing.assert_close(torch.cat([part for part, _, _ in found]), y)
+    torch.testing.assert_close(torch.cat([part for _, part, _ in found]), x_grad)
+    for _, _, ours in found:
+        torch.testing.assert_close(ours, gradient)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def apply(
         reduce_dtype=precision.reduce if precision.mixed or precision.reduce != precision.stored else None,
         cast_forward_inputs=False,
     )
-    held_apart = _wrap_experts(model, strategy, mesh, policy, reduction)
+    held_apart = _wrap_experts(model, strategy, mesh, policy)
     over = beside(mesh["replicate"], mesh.state) if strategy.replicate > 1 else mesh.state
     split = _replicating(mesh.loss, policy) if strategy.zero < 2 else _sharding(strategy, over, policy)
     for unit in units:
@@ -67,12 +67,12 @@ def apply(
     split(model, True)
     if reduction == "sum":
         for module in fsdp_modules(model):
-            _divide_by(module, 1)
+            module.set_gradient_divide_factor(1.0)
+            # A divided sum is an operation of its own that gloo does not have; a plain sum is what is wanted anyway.
+            module.set_force_sum_reduction_for_comms(True)
 
 
-def _wrap_experts(
-    model: nn.Module, strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy, reduction: Reduction
-) -> list[nn.Module]:
+def _wrap_experts(model: nn.Module, strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:
     """Make units of their own of experts that ranks have dealt out: only ranks with the same ones add gradients up."""
     places = mesh.experts
     if places is None:
@@ -82,16 +82,7 @@ def _wrap_experts(
     found: list[nn.Module] = [mixture.experts for mixture in mixtures(model)]
     for experts in found:
         split(experts, False)
-        if reduction == "mean":
-            # They have seen the tokens of several ranks: an average over the copies alone would be too large.
-            _divide_by(experts, mesh.loss.size())
     return found
-
-
-def _divide_by(module: Any, ranks: int) -> None:
-    module.set_gradient_divide_factor(float(ranks))
-    # A divided sum is an operation of its own that gloo does not have.
-    module.set_force_sum_reduction_for_comms(True)
 
 
 def _replicating(over: DeviceMesh, policy: MixedPrecisionPolicy) -> Split:

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from meshwright.cuts import part
 from meshwright.errors import ConfigError
 from meshwright.models.mixture import mixtures
+from meshwright.parallel.data import Reduction
 from meshwright.parallel.mesh import ExpertMesh
 from meshwright.parallel.reads import around_forward, local_part, read_through
 from meshwright.torch_private import all_to_all, parameters_of
@@ -47,14 +48,18 @@ def check(model: nn.Module, ep: int) -> None:
             raise ConfigError(f"ep={ep} does not divide the {count} experts of a layer; use a divisor of them")
 
 
-def apply(model: nn.Module, mesh: ExpertMesh) -> None:
+def apply(model: nn.Module, mesh: ExpertMesh, reduction: Reduction) -> None:
     """Split the experts of a model in place, after tensor parallel has cut each of them; on the meta device too."""
     for mixture in mixtures(model):
         for name, parameter in parameters_of(mixture.experts).items():
-            if parameter is not None:
-                if not isinstance(parameter, DTensor):
-                    read_through(mixture.experts, name, local_part)
-                parameters_of(mixture.experts)[name] = _split(parameter, mesh)
+            if parameter is None:
+                continue
+            if not isinstance(parameter, DTensor):
+                read_through(mixture.experts, name, local_part)
+            if reduction == "mean":
+                # The average over copies is one of sums over `ep` ranks.
+                read_through(mixture.experts, name, partial(_divide_gradient, mesh["ep"].size()))
+            parameters_of(mixture.experts)[name] = _split(parameter, mesh)
         around_forward(mixture.experts, partial(_exchange_rows, mesh["ep"].get_group()))
 
 
@@ -98,3 +103,20 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         to_each, from_each, group = ctx.way
         return all_to_all(gradients[0], to_each, from_each, group), None, None, None
+
+
+class _DivideGradient(torch.autograd.Function):
+    """Hands its input through; its gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.by, None
+
+
+def _divide_gradient(by: int, parameter: Tensor) -> Tensor:
+    return _DivideGradient.apply(parameter, by)

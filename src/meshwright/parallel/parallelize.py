@@ -141,7 +141,7 @@ def _apply(
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
         if mesh.experts is not None:
-            experts.apply(model, mesh.experts)
+            experts.apply(model, mesh.experts, reduction)
     # The decoder draws no random numbers of its own; another model may.
     recompute.apply(blocks_of(model), strategy.recompute, draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
