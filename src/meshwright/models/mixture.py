@@ -65,11 +65,12 @@ class Mixture(nn.Module):
         logits_NE = self.gate(x_NC).to(_at_least_float32(x_NC.dtype))
         probabilities_NE = F.softmax(logits_NE, dim=-1)
         chosen_NK, weights_NK = self._choose(probabilities_NE)
-        taken_NK = self._drop(chosen_NK, x_BTC.shape[1])
+        taken_NK = self._drop(chosen_NK, x_BTC.shape[:2])
         counts = torch.bincount(taken_NK.flatten(), minlength=self.facts.num_experts)[: self.facts.num_experts].tolist()
         order = taken_NK.flatten().argsort(stable=True)[: sum(counts)]
         rows = self.experts(x_NC[order // self.facts.num_experts_per_tok], counts)
-        y_NKC = rows.new_zeros(chosen_NK.numel(), rows.shape[-1]).index_copy(0, order, rows).view(*chosen_NK.shape, -1)
+        y_RC = rows.new_zeros(chosen_NK.numel(), rows.shape[-1]).index_copy(0, order, rows)
+        y_NKC = y_RC.unflatten(0, chosen_NK.shape)
         y_NC = (y_NKC * weights_NK[..., None].to(rows.dtype)).sum(dim=1)
         if self.training:
             load_E = self._count(chosen_NK, sum(counts))
@@ -86,13 +87,13 @@ class Mixture(nn.Module):
             weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
         return chosen_NK, weights_NK
 
-    def _drop(self, chosen_NK: Tensor, tokens: int) -> Tensor:
+    def _drop(self, chosen_NK: Tensor, batch: torch.Size) -> Tensor:
         """The chosen experts with a number beyond the last one where an expert has no room left."""
         facts = self.facts
         if facts.capacity_factor is None or not self.training:
             return chosen_NK
-        capacity = math.ceil(facts.capacity_factor * tokens * facts.num_experts_per_tok / facts.num_experts)
-        asks_BTE = F.one_hot(chosen_NK, facts.num_experts).sum(dim=1).view(-1, tokens, facts.num_experts)
+        capacity = math.ceil(facts.capacity_factor * batch[1] * facts.num_experts_per_tok / facts.num_experts)
+        asks_BTE = F.one_hot(chosen_NK, facts.num_experts).sum(dim=1).unflatten(0, batch)
         place_NE = asks_BTE.cumsum(dim=1).flatten(0, 1)
         return chosen_NK.masked_fill(place_NE.gather(1, chosen_NK) > capacity, facts.num_experts)
 
