@@ -199,7 +199,7 @@ class Strategy:
             raise _refuse(
                 str(self),
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
-                "use zero=0 and tp=1 without ep and offload, or train.optimizer=adamw",
+                "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw",
             )
         if self.offload == "parameters" and (self.zero < 2 or self.dp == 1):
             raise _refuse(

@@ -175,5 +175,5 @@ def finish_step(model: nn.Module) -> dict[str, float]:
         layer.dropped.zero_()
     metrics = {"expert_load_max": float(torch.stack(largest).max())}
     if any(layer.facts.capacity_factor is not None for layer in layers):
-        metrics["dropped"] = float(dropped / chosen)
+        metrics["dropped"] = float(dropped.double() / chosen)
     return metrics

@@ -83,7 +83,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
             raise ConfigError(
                 f"{type(self._inner).__name__} needs whole parameters and cannot be sharded; "
-                f"use zero=0 and tp=1 without offload, or one of {known}"
+                f"use zero=0, tp=1 and ep=1 without offload, or one of {known}"
             )
         super().__init__(own, self._inner.defaults)
         # One and the same as those of the optimizer that does the work, so that schedulers reach it.
