@@ -187,6 +187,7 @@ class Strategy:
         """Raise a ConfigError unless that model can be trained so on that many processes."""
         self.check_any(world, optimizer)
         self._check_tensor(model, sequence_length)
+        self._check_experts(model)
         self._check_wrap(model)
         self._check_stages(model)
         kind, _, count = self.recompute.partition(":")
@@ -196,16 +197,16 @@ class Strategy:
 
     def check_any(self, world: int, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless some model can be trained so on that many processes."""
-        for key in ("cp", "ep"):
+        for key in ("cp",):
             if getattr(self, key) > 1:
                 raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
         if self.world != world:
             raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
-        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.offload != "none"):
+        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.ep > 1 or self.offload != "none"):
             raise _refuse(
                 str(self),
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
-                "use zero=0 and tp=1 without offload, or train.optimizer=adamw",
+                "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw",
             )
         if self.offload == "parameters" and (self.zero < 2 or self.dp == 1):
             raise _refuse(
@@ -236,12 +237,6 @@ class Strategy:
                 f"schedule={self.schedule} computes gradients of weights late, when zero=3 has put the weights away; "
                 "use zero=2, or schedule=1f1b",
             )
-        if self.recompute == "selective" and splits_backward(self.schedule):
-            raise _refuse(
-                str(self),
-                f"schedule={self.schedule} goes back twice, and what recompute=selective keeps is gone after once; "
-                "use recompute=full or none, or schedule=1f1b",
-            )
 
     def _check_wrap(self, model: ModelSpec) -> None:
         """Names must be those of the decoder's modules."""
@@ -253,6 +248,26 @@ class Strategy:
         for name in names.split("+"):
             if name.split(".")[-1] not in known and not name.split(".")[-1].isdecimal():
                 raise _refuse(str(self), f"the model has no module '{name}'; it has {', '.join(known)}")
+
+    def _check_experts(self, model: ModelSpec) -> None:
+        """Experts are dealt out whole and evenly; a capacity counts the tokens of whole sequences."""
+        experts = model.experts
+        if self.ep > 1 and not any(map(model.is_sparse, range(model.num_hidden_layers))):
+            raise _refuse(str(self), f"ep={self.ep} splits experts, and the model has none; leave ep out")
+        if experts is not None and experts.num_experts % self.ep:
+            count = experts.num_experts
+            legal = [
+                ep for ep in _divisors(self.dp) if count % ep == 0 and (self.shard % ep == 0 or ep % self.shard == 0)
+            ]
+            raise _refuse(
+                str(self), f"ep={self.ep} does not divide the model's {count} experts; ep can be {_list(legal)}"
+            )
+        if experts is not None and experts.capacity_factor is not None and self.cp > 1:
+            raise _refuse(
+                str(self),
+                f"cp={self.cp} splits sequences, and experts.capacity_factor={experts.capacity_factor:g} counts the "
+                "tokens of whole ones; leave one of them out",
+            )
 
     def _check_tensor(self, model: ModelSpec, sequence_length: int | None) -> None:
         """Heads are dealt out whole; key-value heads may be held by several ranks; tokens are dealt out evenly."""

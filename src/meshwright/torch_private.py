@@ -19,8 +19,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 __all__ = [
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "backward_to_input",
     "backward_to_weights",
+    "beside",
     "flatten",
     "is_shard",
     "local_shape_and_offset",
@@ -42,6 +44,11 @@ def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int,
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
     """One axis made of several neighbouring ones; the mesh knows it by that name from then on."""
     return mesh[axes]._flatten(name)
+
+
+def beside(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of several, in that order, which are parts of one; they may be axes made of others."""
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def shard_within(dim: int, factor: int) -> Placement:
@@ -85,6 +92,11 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over the ranks."""
     return _wait(_scatter(x.contiguous(), "sum", dim, group))
+
+
+def all_to_all(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows from every rank of a group after one another; `send` says how many of x's rows go to each, in order."""
+    return _wait(functional.all_to_all_single(x.contiguous(), receive, send, group))
 
 
 def _wait(x: Any) -> Tensor:

@@ -18,8 +18,9 @@ def neighbours(world: World, strategy: str, placement: list[int] | None) -> Neig
     mesh = make_mesh(Strategy.parse(strategy, world.size), "cpu", placement)
     groups = {axis: mesh[axis].get_group() for axis in ("pp", "replicate", "shard", "cp", "tp")}
     groups |= {"data": mesh.data.get_group(), "loss": mesh.loss.get_group(), "state": mesh.state.get_group()}
-    if mesh.expert_axes is not None:
-        groups |= {axis: mesh.expert_axes[axis].get_group() for axis in ("ep", "expert_state", "copies")}
+    if mesh.experts is not None:
+        places = {"ep": mesh.experts["ep"], "expert_state": mesh.experts.state, "copies": mesh.experts.copies}
+        groups |= {axis: place.get_group() for axis, place in places.items()}
     return {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
 
 

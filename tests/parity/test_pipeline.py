@@ -63,6 +63,7 @@ COMBINED = [
     ("experts", "dp=1 pp=2 recompute=full schedule=zbv"),
     ("tied", "dp=1 pp=2 recompute=first:3 schedule=interleaved:2"),
     ("experts", "dp=1 pp=2 recompute=selective"),
+    ("gpt", "dp=1 pp=2 recompute=selective schedule=zero-bubble"),
     ("gqa", "dp=1 pp=2 layers=3+1"),
     ("tied", "dp=1 pp=2 layers=1+1+1+1 schedule=zbv"),
     ("gqa", "dp=1 pp=2 layers=balanced"),

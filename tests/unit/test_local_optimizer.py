@@ -163,7 +163,7 @@ def test_optimizer_that_needs_whole_parameters_is_refused_with_alternatives(kind
         LocalOptimizer([{"params": [weight]}], kind, on_host=True)
     said = str(caught.value)
     assert said.startswith(f"{kind.__name__} needs whole parameters and cannot be sharded; ")
-    assert "use zero=0 and tp=1 without offload, or one of AdamW, Adam, SGD" in said
+    assert "use zero=0, tp=1 and ep=1 without offload, or one of AdamW, Adam, SGD" in said
     with pytest.raises(ConfigError, match=f"{kind.__name__} needs whole parameters"):
         parallelize(nn.Linear(2, 2), "offload=optimizer").optimizer(kind)
     assert isinstance(parallelize(nn.Linear(2, 2), "dp=1").optimizer(kind), kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -146,6 +147,85 @@ def test_the_load_is_exact_in_bfloat16() -> None:
     layer(x)
     layer(x)
     assert int(layer.expert_load.sum()) == 2 * 2 * 3001
+
+
+def test_the_z_loss_has_the_gradient_of_its_formula() -> None:
+    layer = mixture(router_aux_loss_coef=0.7, router_z_loss_coef=0.3).train()
+    layer.auxiliary_scale = 0.25
+    other, x, y = copy.deepcopy(layer), tokens().requires_grad_(), tokens().requires_grad_()
+    made, (expected, loss, _) = layer(x), naive(other, y)
+    z_loss = (y[0] @ other.gate.weight.T).exp().sum(-1).log().square().mean()
+    weight = tokens(1)
+    (made * weight).sum().backward()
+    ((expected * weight).sum() + 0.25 * (0.7 * loss + 0.3 * z_loss)).backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(layer.gate.weight.grad, other.gate.weight.grad)
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 1.0])
+def test_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity(factor: float) -> None:
+    layer = mixture(capacity_factor=factor).train()
+    x = torch.cat([tokens(1), tokens(2)]).requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    capacity, dropped, expected = math.ceil(factor * TOKENS * 3 / EXPERTS), 0, []
+    for sequence in y:
+        taken = [0] * EXPERTS
+        for token in sequence:
+            probability = (layer.gate.weight @ token).softmax(-1)
+            chosen = probability.topk(3).indices.tolist()
+            total, output = probability[chosen].sum(), torch.zeros(WIDTH, dtype=torch.float64)
+            for expert in chosen:
+                taken[expert] += 1
+                if taken[expert] <= capacity:
+                    output = output + probability[expert] / total * expert_output(layer, expert, token)
+                else:
+                    dropped += 1
+            expected.append(output)
+    made = layer(x)
+    torch.testing.assert_close(made.flatten(0, 1), torch.stack(expected))
+    weight = torch.cat([tokens(3), tokens(4)])
+    (made * weight).sum().backward()
+    (torch.stack(expected) * weight.flatten(0, 1)).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    assert finish_step(layer)["dropped"] == dropped / (2 * TOKENS * 3)
+    assert int(layer.dropped) == 0
+
+
+def test_capacity_that_is_large_enough_or_a_model_in_evaluation_drops_nothing() -> None:
+    plain = mixture()(tokens())
+    torch.testing.assert_close(mixture(capacity_factor=EXPERTS / 3).train()(tokens()), plain)
+    torch.testing.assert_close(mixture(capacity_factor=0.1).eval()(tokens()), plain)
+
+
+def test_metrics_tell_the_largest_load() -> None:
+    layer = mixture().train()
+    load = naive(layer, tokens())[2]
+    layer(tokens())
+    assert finish_step(layer) == {"expert_load_max": pytest.approx(max(load) * EXPERTS / sum(load))}
+    assert finish_step(torch.nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("counts", [[3, 1, 4, 2], [0, 5, 0, 5], [10, 0, 0, 0]])
+def test_products_of_groups_equal_the_loop(counts: list[int], gated: bool) -> None:
+    fields = preset("tiny").model_dump() | {"activation": "swiglu" if gated else "gelu"}
+    facts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 24}
+    experts = next(mixtures(build(ModelSpec.model_validate(fields | {"experts": facts}), seed=1))).experts
+    x = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(2))
+    found = []
+    for way in (experts.one_by_one, experts.all_at_once):
+        experts.zero_grad()
+        rows = x.clone().requires_grad_()
+        y = way(rows, counts)
+        y.square().sum().backward()
+        found.append([y.detach(), rows.grad, *(parameter.grad for parameter in experts.parameters())])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_rows_for_nobody_give_gradients_of_zero() -> None:
+    experts = mixture().experts
+    experts(torch.zeros(0, WIDTH, dtype=torch.float64), [0] * EXPERTS).sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in experts.parameters())
 
 
 def test_only_a_bias_that_moves_is_part_of_the_state() -> None:

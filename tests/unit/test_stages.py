@@ -51,7 +51,6 @@ def test_stages_given_by_hand() -> None:
         ("pp=2 layers=1+1+1", 2, "layers=1+1+1 is 3 stages of 3 layers, not 2 of 3; give 2 numbers that add up to 3"),
         ("pp=2 layers=2+2", 2, "layers=2+2 is 2 stages of 4 layers, not 2 of 3; give 2 numbers that add up to 3"),
         ("dp=2 pp=2 zero=3 schedule=zero-bubble", 4, "use zero=2, or schedule=1f1b"),
-        ("pp=2 recompute=selective schedule=zero-bubble", 2, "use recompute=full or none, or schedule=1f1b"),
     ],
 )
 def test_what_a_model_cannot_take_is_refused_with_what_it_can(strategy: str, world: int, complaint: str) -> None:

@@ -351,12 +351,12 @@ def test_only_the_world_that_it_fills_is_taken(strategy: Strategy, world: int) -
         assert f"it needs {strategy.world} processes and there are {world}" in refusal(str(strategy), world)
 
 
-@pytest.mark.parametrize("key", ["cp", "ep"])
+@pytest.mark.parametrize("key", ["cp"])
 def test_what_cannot_run_yet_is_refused_with_the_key_to_leave_out(key: str) -> None:
     assert check_refusal(f"{key}=2", 2) == f"{key}=2: this version cannot run it; leave {key} out"
 
 
-@pytest.mark.parametrize("key", ["cp", "ep"])
+@pytest.mark.parametrize("key", ["cp"])
 def test_no_model_at_all_gets_what_cannot_run_yet(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}=2: this version cannot run it"):
         Strategy.parse(f"{key}=2", 2).check_any(2)
@@ -385,7 +385,7 @@ def test_optimizer_that_needs_whole_parameters_is_refused_where_they_are_not(tex
         strategy.check(MODEL, 2, optimizer="adafactor")
     assert str(caught.value).endswith(
         "train.optimizer=adafactor needs whole parameters and cannot be sharded; "
-        "use zero=0 and tp=1 without offload, or train.optimizer=adamw"
+        "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw"
     )
     for optimizer in ("adamw", "sgd"):
         strategy.check(MODEL, 2, optimizer=optimizer)
@@ -423,6 +423,26 @@ def test_dimensions_smaller_than_the_ranks_are_refused_by_name() -> None:
     experts = Experts(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=9)
     assert "a part of the model's experts.moe_intermediate_size=9" in check_refusal("tp=6", 6, experts=experts)
     Strategy.parse("tp=6", 6).check(MODEL.model_copy(update={"vocab_size": 6, "intermediate_size": 6}), 6, 36)
+
+
+def with_experts(count: int, **facts: Any) -> dict[str, Any]:
+    experts = {"num_experts": count, "num_experts_per_tok": 1, "moe_intermediate_size": 9}
+    return {"experts": Experts(**experts | facts)}
+
+
+def test_experts_are_dealt_out_evenly() -> None:
+    assert check_refusal("ep=2", 2) == "ep=2 splits experts, and the model has none; leave ep out"
+    all_dense = with_experts(4, first_k_dense_replace=3)
+    assert check_refusal("ep=2", 2, **all_dense) == "ep=2 splits experts, and the model has none; leave ep out"
+    assert check_refusal("ep=4", 8, **with_experts(6)) == "ep=4 does not divide the model's 6 experts; ep can be 1, 2"
+    refused = "ep=4 does not divide the model's 6 experts; ep can be 1, 2, 6"
+    assert check_refusal("dp=12 zero=3 shard=2 ep=4", 12, **with_experts(6)) == refused
+    Strategy.parse("ep=2", 8).check(MODEL.model_copy(update=with_experts(6)), 8)
+
+
+def test_optimizer_of_whole_parameters_does_not_get_dealt_out_experts() -> None:
+    with pytest.raises(ConfigError, match="adafactor needs whole parameters"):
+        Strategy.parse("ep=2", 2).check(MODEL.model_copy(update=with_experts(2)), 2, optimizer="adafactor")
 
 
 @pytest.mark.parametrize(

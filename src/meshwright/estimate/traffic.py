@@ -130,17 +130,19 @@ def _has_partial_gradient(name: str, plan: dict[str, str], strategy: Strategy) -
 
 
 def _mixtures(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work) -> None:
-    """The load of the experts: for the balancing loss in every micro-step, for the balancing bias once."""
+    """The load of the experts: for the balancing loss in every micro-step, for biases and metrics once."""
     if spec.experts is None or strategy.dp == 1:
         return
     layers = [layer for layer in range(spec.num_hidden_layers) if spec.is_sparse(layer)]
+    if not layers:
+        return
     size = 8 * spec.experts.num_experts
     kind, _, count = strategy.recompute.partition(":")
     repeated = [] if kind == "none" else [layer for layer in layers if kind != "first" or layer < int(count)]
     if spec.experts.router_aux_loss_coef:
         traffic.add(ALL_REDUCE, "loss", size, work.micro_steps * (len(layers) + len(repeated)))
-    if spec.experts.router_bias_update_rate:
-        traffic.add(ALL_REDUCE, "loss", size, len(layers))
+    # With each layer's load goes the number of dropped choices.
+    traffic.add(ALL_REDUCE, "loss", len(layers) * (size + 8))
 
 
 def _data(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int) -> None:

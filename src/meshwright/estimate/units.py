@@ -18,6 +18,8 @@ def units_of(spec: ModelSpec, strategy: Strategy, tp_rank: int) -> tuple[list[Un
     """The units of layers in order, and the root: what is in none of them."""
     if strategy.wrap not in ("auto", "block"):
         raise ValueError(f"wrap={strategy.wrap} depends on the modules of a model; closed forms know auto and block")
+    if strategy.ep > 1:
+        raise ValueError(f"ep={strategy.ep}: closed forms do not know experts that are dealt out")
     plan, layers = tensor_plan(spec), [Unit() for _ in range(spec.num_hidden_layers)]
     root, sizes = Unit(), [0] * spec.num_hidden_layers
     for name, shape in shapes_of(spec).items():

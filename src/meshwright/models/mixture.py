@@ -1,15 +1,19 @@
-"""Mixture of experts: a softmax router, stacked expert weights, two ways of keeping the load even.
+"""Mixture of experts: a softmax router that sends each token to a few of many experts, and how the load is kept even.
 
-- The balancing loss (E times the sum over experts of token share x mean probability) is not returned: its gradient is
-  attached to the layer's output, so that it needs no path of its own through pipelines, recomputation or wrappers.
+- The balancing loss (E times the sum over experts of token share x mean probability) and the router's z-loss (mean over
+  tokens of the squared log-sum of exponentials) are not returned: their gradient is attached to the layer's output, so
+  that it needs no path of its own through pipelines, recomputation or wrappers.
 - The balancing bias moves by a fixed step towards the idle experts after each optimizer step and only steers the
   choice, never the weights.
+- With a capacity an expert takes so many tokens of each sequence, the first ones; that depends neither on how samples
+  are dealt out to ranks nor on later tokens. A choice that finds no room adds nothing. It holds in training only.
 
-Shapes: N tokens, E experts, K chosen experts per token, C model width, I expert width.
+Shapes: N tokens, E experts, K chosen experts per token, C model width; B sequences of T tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,37 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.models.feed_forward import FeedForward, activation
+from meshwright.models.feed_forward import FeedForward
 from meshwright.models.spec import ModelSpec
-
-
-class StackedExperts(nn.Module):
-    """The experts' weights, each kind one tensor whose first dimension is the expert."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        assert spec.experts is not None
-        count, inner, width = spec.experts.num_experts, spec.experts.moe_intermediate_size, spec.hidden_size
-        self.activation = activation(spec.activation)
-        self.gated = spec.activation == "swiglu"
-        if self.gated:
-            self.gate_proj = nn.Parameter(torch.empty(count, inner, width))
-        self.up_proj = nn.Parameter(torch.empty(count, inner, width))
-        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
-
-    def forward(self, x_RC: Tensor, counts: list[int]) -> Tensor:
-        """Apply expert e to its rows; rows are grouped by expert, counts[e] of them each."""
-        outputs = []
-        for expert, rows in enumerate(x_RC.split(counts)):
-            if rows.shape[0] == 0:
-                continue
-            inner = F.linear(rows, self.up_proj[expert])
-            if self.gated:
-                inner = self.activation(F.linear(rows, self.gate_proj[expert])) * inner
-            else:
-                inner = self.activation(inner)
-            outputs.append(F.linear(inner, self.down_proj[expert]))
-        return torch.cat(outputs)
+from meshwright.models.stacked_experts import StackedExperts
 
 
 class Mixture(nn.Module):
@@ -56,6 +32,7 @@ class Mixture(nn.Module):
 
     expert_bias: Tensor
     expert_load: Tensor
+    dropped: Tensor
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -73,6 +50,7 @@ class Mixture(nn.Module):
         # A whole number stays exact in a bfloat16 model, where counts above 256 would not.
         load = torch.zeros(spec.experts.num_experts, dtype=torch.int64)
         self.register_buffer("expert_load", load, persistent=False)
+        self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
         # Set from outside: the ranks whose tokens count as one batch, the share of this micro-step in the step, by
         # what the balancing loss is multiplied so that it counts once when gradients have been reduced over ranks,
         # and whether this forward pass is one that was counted before.
@@ -84,15 +62,19 @@ class Mixture(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         x_NC = x_BTC.reshape(-1, x_BTC.shape[-1])
-        probabilities_NE = F.softmax(self.gate(x_NC).to(_at_least_float32(x_NC.dtype)), dim=-1)
+        logits_NE = self.gate(x_NC).to(_at_least_float32(x_NC.dtype))
+        probabilities_NE = F.softmax(logits_NE, dim=-1)
         chosen_NK, weights_NK = self._choose(probabilities_NE)
-        counts_E = torch.bincount(chosen_NK.flatten(), minlength=self.facts.num_experts)
-        order = chosen_NK.flatten().argsort(stable=True)
-        rows = self.experts(x_NC[order // self.facts.num_experts_per_tok], counts_E.tolist())
-        y_NKC = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen_NK.shape, -1)
+        taken_NK = self._drop(chosen_NK, x_BTC.shape[:2])
+        counts = torch.bincount(taken_NK.flatten(), minlength=self.facts.num_experts)[: self.facts.num_experts].tolist()
+        order = taken_NK.flatten().argsort(stable=True)[: sum(counts)]
+        rows = self.experts(x_NC[order // self.facts.num_experts_per_tok], counts)
+        y_RC = rows.new_zeros(chosen_NK.numel(), rows.shape[-1]).index_copy(0, order, rows)
+        y_NKC = y_RC.unflatten(0, chosen_NK.shape)
         y_NC = (y_NKC * weights_NK[..., None].to(rows.dtype)).sum(dim=1)
         if self.training:
-            y_NC = self._balance(y_NC, probabilities_NE, counts_E)
+            load_E = self._count(chosen_NK, sum(counts))
+            y_NC = self._attach_losses(y_NC, logits_NE, probabilities_NE, load_E)
         if self.has_shared:
             y_NC = y_NC + self.shared_experts(x_NC)
         return y_NC.view_as(x_BTC)
@@ -105,26 +87,45 @@ class Mixture(nn.Module):
             weights_NK = weights_NK / weights_NK.sum(dim=-1, keepdim=True)
         return chosen_NK, weights_NK
 
-    def _balance(self, y_NC: Tensor, probabilities_NE: Tensor, counts_E: Tensor) -> Tensor:
-        """Count the load of this step and attach the balancing loss to the output."""
-        load_E = counts_E
+    def _drop(self, chosen_NK: Tensor, batch: torch.Size) -> Tensor:
+        """The chosen experts with a number beyond the last one where an expert has no room left."""
+        facts = self.facts
+        if facts.capacity_factor is None or not self.training:
+            return chosen_NK
+        capacity = math.ceil(facts.capacity_factor * batch[1] * facts.num_experts_per_tok / facts.num_experts)
+        asks_BTE = F.one_hot(chosen_NK, facts.num_experts).sum(dim=1).unflatten(0, batch)
+        place_NE = asks_BTE.cumsum(dim=1).flatten(0, 1)
+        return chosen_NK.masked_fill(place_NE.gather(1, chosen_NK) > capacity, facts.num_experts)
+
+    def _count(self, chosen_NK: Tensor, taken: int) -> Tensor:
+        """How often each expert was chosen; added to the load of this step."""
+        load_E = torch.bincount(chosen_NK.flatten(), minlength=self.facts.num_experts)
         if not self.repeating:
             self.expert_load += load_E
-        if not self.facts.router_aux_loss_coef:
+            self.dropped += chosen_NK.numel() - taken
+        return load_E
+
+    def _attach_losses(self, y_NC: Tensor, logits_NE: Tensor, probabilities_NE: Tensor, load_E: Tensor) -> Tensor:
+        """The output, with the router's losses attached to it."""
+        facts, loss = self.facts, None
+        tokens = logits_NE.shape[0] * (dist.get_world_size(self.data_group) if self.data_group is not None else 1)
+        if facts.router_aux_loss_coef:
+            if self.data_group is not None:
+                # The share of tokens is taken over all data ranks; it has no gradient, so each rank's own
+                # probabilities then contribute exactly their part of the global loss.
+                load_E = load_E.clone()
+                dist.all_reduce(load_E, group=self.data_group)
+            mean_E = probabilities_NE.sum(dim=0) / tokens
+            share_E = load_E.to(mean_E.dtype) / (tokens * facts.num_experts_per_tok)
+            balance = facts.num_experts * (share_E * mean_E).sum()
+            self.auxiliary_loss = balance.detach()
+            loss = facts.router_aux_loss_coef * balance
+        if facts.router_z_loss_coef:
+            z_loss = facts.router_z_loss_coef * logits_NE.logsumexp(dim=-1).square().sum() / tokens
+            loss = z_loss if loss is None else loss + z_loss
+        if loss is None:
             return y_NC
-        tokens = probabilities_NE.shape[0]
-        if self.data_group is not None:
-            # The share of tokens is taken over all data ranks; it has no gradient, so each rank's own
-            # probabilities then contribute exactly their part of the global loss.
-            load_E = load_E.clone()
-            dist.all_reduce(load_E, group=self.data_group)
-            tokens *= dist.get_world_size(self.data_group)
-        mean_E = probabilities_NE.sum(dim=0) / tokens
-        share_E = load_E.to(mean_E.dtype) / (tokens * self.facts.num_experts_per_tok)
-        loss = self.facts.num_experts * (share_E * mean_E).sum()
-        self.auxiliary_loss = loss.detach()
-        weight = self.facts.router_aux_loss_coef * self.auxiliary_scale * self.auxiliary_factor
-        return _AttachLoss.apply(y_NC, loss * weight)
+        return _AttachLoss.apply(y_NC, loss * (self.auxiliary_scale * self.auxiliary_factor))
 
 
 class _AttachLoss(torch.autograd.Function):
@@ -151,12 +152,28 @@ def mixtures(model: nn.Module) -> Iterator[Mixture]:
 
 
 @torch.no_grad()
-def finish_step(model: nn.Module) -> None:
-    """After an optimizer step: move the balancing biases by the whole step's load, and start counting anew."""
-    for mixture in mixtures(model):
-        if mixture.facts.router_bias_update_rate:
-            load_E = mixture.expert_load
-            if mixture.data_group is not None:
-                dist.all_reduce(load_E, group=mixture.data_group)
-            mixture.expert_bias += mixture.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
-        mixture.expert_load.zero_()
+def finish_step(model: nn.Module) -> dict[str, float]:
+    """After an optimizer step: move the balancing biases by the whole step's load, and start counting anew.
+
+    Gives the metrics of the step: `expert_load_max`, the largest share of an expert in a layer times the number of
+    experts (1 is even), and with a capacity `dropped`, the share of choices that found no room.
+    """
+    layers = list(mixtures(model))
+    if not layers:
+        return {}
+    counted = torch.cat([count for layer in layers for count in (layer.expert_load, layer.dropped)])
+    if layers[0].data_group is not None:
+        dist.all_reduce(counted, group=layers[0].data_group)
+    largest, dropped, chosen = [], counted.new_zeros(()), counted.new_zeros(())
+    for layer, count in zip(layers, counted.split([layer.facts.num_experts + 1 for layer in layers]), strict=True):
+        load_E = count[:-1]
+        if layer.facts.router_bias_update_rate:
+            layer.expert_bias += layer.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
+        largest.append(load_E.max() / load_E.double().mean())
+        dropped, chosen = dropped + count[-1], chosen + load_E.sum()
+        layer.expert_load.zero_()
+        layer.dropped.zero_()
+    metrics = {"expert_load_max": float(torch.stack(largest).max())}
+    if any(layer.facts.capacity_factor is not None for layer in layers):
+        metrics["dropped"] = float(dropped.double() / chosen)
+    return metrics

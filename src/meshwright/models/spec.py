@@ -50,6 +50,11 @@ class Experts(_Facts):
     """Weight of the load-balancing loss, summed over layers; 0 switches it off."""
     router_bias_update_rate: float = Field(default=0.0, ge=0)
     """Step of the bias that steers tokens to idle experts without a loss; 0 switches it off."""
+    router_z_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the loss that keeps the router's logits small, summed over layers; 0 switches it off."""
+    capacity_factor: float | None = Field(default=None, gt=0)
+    """In training an expert takes at most ceil(this x tokens x num_experts_per_tok / num_experts) tokens of a sequence,
+    the first ones; none means all."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -24,6 +24,8 @@ TAGS = {
     "lr": "train/learning_rate",
     "loss_scale": "train/loss_scale",
     "skipped": "train/skipped",
+    "expert_load_max": "train/expert_load_max",
+    "dropped": "train/dropped",
     "tokens_per_s": "perf/tokens_per_second",
     "step_s": "perf/step_time_s",
     "eval_loss": "eval/loss",

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -27,11 +28,12 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.models.mixture import mixtures
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket, group_for_ddp
 from meshwright.strategy import Strategy
-from meshwright.torch_private import reduce_gradients
+from meshwright.torch_private import beside, reduce_gradients
 from meshwright.torch_private import replicate as replicate_composable
 
 Reduction = Literal["mean", "sum"]
@@ -55,9 +57,13 @@ def apply(
         reduce_dtype=precision.reduce if precision.mixed or precision.reduce != precision.stored else None,
         cast_forward_inputs=False,
     )
-    split = _replicating(mesh, policy) if strategy.zero < 2 else _sharding(strategy, mesh, policy)
+    held_apart = _wrap_experts(model, strategy, mesh, policy)
+    over = beside(mesh["replicate"], mesh.state) if strategy.replicate > 1 else mesh.state
+    split = _replicating(mesh.loss, policy) if strategy.zero < 2 else _sharding(strategy, over, policy)
     for unit in units:
-        split(unit if len(unit) > 1 else unit[0], False)
+        left = [module for module in unit if module not in held_apart]
+        if left:
+            split(left if len(left) > 1 else left[0], False)
     split(model, True)
     if reduction == "sum":
         for module in fsdp_modules(model):
@@ -66,18 +72,30 @@ def apply(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _replicating(mesh: Mesh, policy: MixedPrecisionPolicy) -> Split:
+def _wrap_experts(model: nn.Module, strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """Make units of their own of experts that ranks have dealt out: only ranks with the same ones add gradients up."""
+    places = mesh.experts
+    if places is None:
+        return []
+    over = beside(places["expert_replicate"], places.state) if strategy.expert_copies[0] > 1 else places.state
+    split = _replicating(places.copies, policy) if strategy.zero < 2 else _sharding(strategy, over, policy)
+    found: list[nn.Module] = [mixture.experts for mixture in mixtures(model)]
+    for experts in found:
+        split(experts, False)
+    return found
+
+
+def _replicating(over: DeviceMesh, policy: MixedPrecisionPolicy) -> Split:
     def replicate(unit: Any, is_root: bool) -> None:
-        replicate_composable(unit, mesh=mesh.loss, mp_policy=policy)
+        replicate_composable(unit, mesh=over, mp_policy=policy)
 
     return replicate
 
 
-def _sharding(strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> Split:
-    over = mesh["replicate", "state"] if strategy.replicate > 1 else mesh.state
+def _sharding(strategy: Strategy, over: DeviceMesh, policy: MixedPrecisionPolicy) -> Split:
     offload = OffloadPolicy()
     if strategy.offload == "parameters":
-        offload = CPUOffloadPolicy(pin_memory=mesh.axes.device_type == "cuda")
+        offload = CPUOffloadPolicy(pin_memory=over.device_type == "cuda")
 
     def shard(unit: Any, is_root: bool) -> None:
         # The root's parameters are needed last and first again: they stay gathered in between.

@@ -12,8 +12,9 @@ DTensors, which say where in the whole it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.parts import part_like
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.torch_releases import all_gather_into
-from meshwright.torch_private import is_shard, shard_within
+from meshwright.torch_private import beside, is_shard, shard_within
 
 BY_ELEMENT = (
     torch.optim.AdamW,
@@ -51,6 +52,8 @@ class _Held:
     part: nn.Parameter
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
+    rows_over: DeviceMesh | None
+    """The ranks that update a part of what this rank holds each."""
 
     def as_whole(self, value: Tensor) -> Tensor:
         """State of the part, as a tensor that knows its place in the whole."""
@@ -61,7 +64,7 @@ class _Held:
 
 
 class LocalOptimizer(torch.optim.Optimizer):
-    """Wraps an optimizer that changes every element by itself; the state axis of `rows_over` shares its state."""
+    """Wraps an optimizer that changes every element by itself; the state axes of `rows_over` share its state."""
 
     def __init__(
         self,
@@ -72,7 +75,6 @@ class LocalOptimizer(torch.optim.Optimizer):
         on_host: bool = False,
     ) -> None:
         self._mesh = rows_over
-        self._axis = rows_over.state if rows_over is not None else None
         self._on_host = on_host
         self._held: dict[nn.Parameter, _Held] = {}
         own = [{**group, "params": [self._take(p) for p in group["params"]]} for group in groups]
@@ -81,39 +83,54 @@ class LocalOptimizer(torch.optim.Optimizer):
             known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
             raise ConfigError(
                 f"{type(self._inner).__name__} needs whole parameters and cannot be sharded; "
-                f"use zero=0 and tp=1 without offload, or one of {known}"
+                f"use zero=0, tp=1 and ep=1 without offload, or one of {known}"
             )
         super().__init__(own, self._inner.defaults)
         # One and the same as those of the optimizer that does the work, so that schedulers reach it.
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         self._complete = True
-        held = list(self._held)
-        sizes = [_local(parameter).nbytes for parameter in held]
-        buckets = buckets_of(sizes) if self._axis is not None else []
-        self._buckets = [[held[index] for index in bucket] for bucket in buckets]
+        self._buckets = list(self._in_buckets())
 
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
-        own = self._own(parameter.detach())
+        axis = self._rows_over(parameter)
+        own = _own(parameter.detach(), axis)
         held = nn.Parameter(own.to("cpu", copy=True) if self._on_host else own)
-        self._held[parameter] = _Held(parameter, held, *self._layout(parameter))
+        self._held[parameter] = _Held(parameter, held, *self._layout(parameter, axis), axis)
         return held
 
-    def _layout(self, parameter: nn.Parameter) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
+    def _rows_over(self, parameter: nn.Parameter) -> DeviceMesh | None:
+        """The state axis of a parameter: experts that are dealt out have one of their own."""
+        if self._mesh is None:
+            return None
+        if "ep" in _split_axes(parameter):
+            assert self._mesh.experts is not None
+            return self._mesh.experts.state
+        return self._mesh.state
+
+    def _layout(
+        self, parameter: nn.Parameter, axis: DeviceMesh | None
+    ) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
         """How the part lies in the whole."""
-        if self._mesh is None or self._axis is None:
+        if axis is None:
             if isinstance(parameter, DTensor):
                 return parameter.device_mesh, tuple(parameter.placements)
             return None, ()
-        if not isinstance(parameter, DTensor):
-            return self._axis, (Shard(0),)
-        split = parameter.placements[-1]
-        cut_before = self._mesh["tp"].size() if is_shard(split) and split.dim == 0 else 1  # type: ignore[attr-defined]
-        return self._mesh["state", "tp"], (shard_within(0, cut_before), split)
+        split = _split_axes(parameter)
+        if not split:
+            return axis, (Shard(0),)
+        assert isinstance(parameter, DTensor)
+        before = [name for name, placement in split.items() if is_shard(placement) and placement.dim == 0]  # type: ignore[attr-defined]
+        cut_before = prod(parameter.device_mesh[name].size() for name in before)
+        mesh = beside(axis, *(parameter.device_mesh[name] for name in split))
+        return mesh, (shard_within(0, cut_before), *split.values())
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        """The part of a parameter or of its gradient that this rank updates; a view."""
-        local = _local(tensor)
-        return local if self._axis is None else _rows(local, self._axis, self._axis.get_local_rank())
+    def _in_buckets(self) -> Iterator[list[_Held]]:
+        """What is gathered together after an update: neighbours on one axis."""
+        for axis in dict.fromkeys(held.rows_over for held in self._held.values()):
+            held = [one for one in self._held.values() if one.rows_over == axis]
+            if axis is not None and axis.size() > 1:
+                sizes = [_local(one.parameter).nbytes for one in held]
+                yield from ([held[index] for index in bucket] for bucket in buckets_of(sizes))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter: its kinds, as tensors that know their place in the whole."""
@@ -133,22 +150,22 @@ class LocalOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("a split optimizer takes no closure; compute the loss and its gradients before step()")
         for parameter, held in self._held.items():
-            own = self._own(parameter)
+            own = _own(parameter, held.rows_over)
             if parameter.grad is None:
                 held.part.grad = None
             elif self._on_host:
                 held.part.data.copy_(own)
-                held.part.grad = self._own(parameter.grad).to("cpu")
+                held.part.grad = _own(parameter.grad, held.rows_over).to("cpu")
             else:
                 held.part.data = own
-                held.part.grad = self._own(parameter.grad)
+                held.part.grad = _own(parameter.grad, held.rows_over)
         self._inner.step()
         for parameter, held in self._held.items():
             if self._on_host and held.part.grad is not None:
-                self._own(parameter).copy_(held.part)
+                _own(parameter, held.rows_over).copy_(held.part)
             held.part.grad = None
         for bucket in self._buckets:
-            self._gather(bucket)
+            _gather(bucket)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or fill them with zeros where they lie."""
@@ -173,26 +190,6 @@ class LocalOptimizer(torch.optim.Optimizer):
             raise ValueError("a split optimizer takes all parameter groups when it is made")
         super().add_param_group(param_group)
 
-    def _gather(self, bucket: Sequence[nn.Parameter]) -> None:
-        """Every rank sends its rows of a bucket of parameters, padded to the size of the largest share."""
-        axis = self._axis
-        assert axis is not None
-        size = axis.size()
-        wholes = [_local(parameter.data) for parameter in bucket]
-        pieces = [[_rows(whole, axis, rank) for rank in range(size)] for whole in wholes]
-        longest = max(sum(chunks[rank].numel() for chunks in pieces) for rank in range(size))
-        mine = wholes[0].new_zeros(longest)
-        own = torch.cat([chunks[axis.get_local_rank()].flatten() for chunks in pieces])
-        mine[: own.numel()] = own
-        everyone = mine.new_empty(size * longest)
-        all_gather_into(everyone, mine, group=axis.get_group())
-        for rank, share in enumerate(everyone.view(size, longest)):
-            start = 0
-            for chunks in pieces:
-                rows = chunks[rank]
-                rows.copy_(share[start : start + rows.numel()].view_as(rows))
-                start += rows.numel()
-
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -201,3 +198,39 @@ def _local(tensor: Tensor) -> Tensor:
 def _rows(tensor: Tensor, axis: DeviceMesh, index: int) -> Tensor:
     """The rows of a rank along the axis; a view."""
     return tensor[part(tensor.shape[0], axis.size(), index)]
+
+
+def _own(tensor: Tensor, rows_over: DeviceMesh | None) -> Tensor:
+    """The part of a parameter or of its gradient that this rank updates; a view."""
+    local = _local(tensor)
+    return local if rows_over is None else _rows(local, rows_over, rows_over.get_local_rank())
+
+
+def _split_axes(parameter: Tensor) -> dict[str, Placement]:
+    """The axes on which the model itself is split, and how they cut a parameter."""
+    if not isinstance(parameter, DTensor):
+        return {}
+    names = parameter.device_mesh.mesh_dim_names or ()
+    placements = zip(names, parameter.placements, strict=True)
+    return {name: placement for name, placement in placements if name in ("ep", "tp")}
+
+
+def _gather(bucket: Sequence[_Held]) -> None:
+    """Every rank sends its rows of a bucket of parameters, padded to the size of the largest share."""
+    axis = bucket[0].rows_over
+    assert axis is not None
+    size = axis.size()
+    wholes = [_local(held.parameter.data) for held in bucket]
+    pieces = [[_rows(whole, axis, rank) for rank in range(size)] for whole in wholes]
+    longest = max(sum(chunks[rank].numel() for chunks in pieces) for rank in range(size))
+    mine = wholes[0].new_zeros(longest)
+    own = torch.cat([chunks[axis.get_local_rank()].flatten() for chunks in pieces])
+    mine[: own.numel()] = own
+    everyone = mine.new_empty(size * longest)
+    all_gather_into(everyone, mine, group=axis.get_group())
+    for rank, share in enumerate(everyone.view(size, longest)):
+        start = 0
+        for chunks in pieces:
+            rows = chunks[rank]
+            rows.copy_(share[start : start + rows.numel()].view_as(rows))
+            start += rows.numel()

@@ -7,11 +7,11 @@ the heaviest traffic stays on the fastest links. Axes made of others:
     loss    replicate x shard x cp: ranks that hold different tokens of one step
     state   shard x cp: ranks that share the state of one copy of the model
 
-Experts that are split over data-parallel ranks are seen on a mesh of their own, `expert_axes`: pp, expert_replicate,
-ep, expert_shard, cp, tp. There `ep`, the innermost ranks of `data`, splits them; the other axes hold copies, with
+Experts that are split over data-parallel ranks are seen on a mesh of their own, `experts`: pp, expert_replicate, ep,
+expert_shard, cp, tp. There `ep`, the innermost ranks of `data`, splits them; the other axes hold copies, with
 
-    copies        expert_replicate x expert_shard x cp: ranks that hold the same experts
-    expert_state  expert_shard x cp: those of them that share one copy's state
+    copies  expert_replicate x expert_shard x cp: ranks that hold the same experts
+    state   expert_shard x cp: those of them that share one copy's state
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ AXES = ("pp", "replicate", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
+class ExpertMesh:
+    """The ranks as experts see them: the axes, and those made of them."""
+
+    axes: DeviceMesh
+    copies: DeviceMesh
+    state: DeviceMesh
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        """One or several of the axes."""
+        return self.axes[names]
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The axes of a strategy as ranks, and the axes made of them."""
 
@@ -36,7 +49,7 @@ class Mesh:
     data: DeviceMesh
     loss: DeviceMesh
     state: DeviceMesh
-    expert_axes: DeviceMesh | None = None
+    experts: ExpertMesh | None = None
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """One or several of the axes."""
@@ -59,16 +72,18 @@ def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | N
         data=flatten(axes, ("replicate", "shard"), "data"),
         loss=flatten(axes, ("replicate", "shard", "cp"), "loss"),
         state=flatten(axes, ("shard", "cp"), "state"),
-        expert_axes=_expert_axes(strategy, axes) if strategy.ep > 1 else None,
+        experts=_experts(strategy, axes) if strategy.ep > 1 else None,
     )
 
 
-def _expert_axes(strategy: Strategy, axes: DeviceMesh) -> DeviceMesh:
+def _experts(strategy: Strategy, axes: DeviceMesh) -> ExpertMesh:
     copies, shards = strategy.expert_copies
     # As (pp, expert_replicate, expert_shard, ep, cp, tp), then with the shards beside cp, with which they are one axis.
     ranks = axes.mesh.flatten(1, 2).unflatten(1, (copies, shards, strategy.ep)).transpose(2, 3).contiguous()
     names = ("pp", "expert_replicate", "ep", "expert_shard", "cp", "tp")
     found = DeviceMesh(axes.device_type, ranks, mesh_dim_names=names)
-    flatten(found, ("expert_shard", "cp"), "expert_state")
-    flatten(found, ("expert_replicate", "expert_shard", "cp"), "copies")
-    return found
+    return ExpertMesh(
+        found,
+        copies=flatten(found, ("expert_replicate", "expert_shard", "cp"), "copies"),
+        state=flatten(found, ("expert_shard", "cp"), "expert_state"),
+    )

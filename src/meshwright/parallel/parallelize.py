@@ -1,7 +1,7 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: pipeline, tensor parallel, recompute, precision, data parallel. A model on the meta device stays there, so that
-each rank can give memory to its own part; one with weights keeps those of rank 0.
+Order: pipeline, tensor parallel, expert parallel, recompute, precision, data parallel. A model on the meta device stays
+there, so that each rank can give memory to its own part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.models.parts import whole
-from meshwright.parallel import data, precision, recompute, tensor
+from meshwright.parallel import data, experts, precision, recompute, tensor
 from meshwright.parallel.bubble import Bubble, bubble_of
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
@@ -251,6 +251,8 @@ def _apply(
                 around_forward(model, partial(_begin, axis, model))
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
+        if mesh.experts is not None:
+            experts.apply(model, mesh.experts, reduction)
     # The decoder draws no random numbers of its own; another model may.
     recompute.apply(blocks_of(model), _own_share(strategy.recompute, pipeline), draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
@@ -306,6 +308,8 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     units_of(model, strategy.wrap)
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
+    if strategy.ep > 1:
+        experts.check(model, strategy.ep)
 
 
 def _with_samples(

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.torch_private import parameters_of
 
@@ -49,3 +51,26 @@ def _show(module: nn.Module, _: object) -> None:
 def _hide(module: nn.Module, *_: object) -> None:
     for name in module.__dict__["_reads"]:
         module.__dict__.pop(name, None)
+
+
+class _Part(torch.autograd.Function):
+    """This rank's part of a parameter; its gradient lies in the whole as the parameter does.
+
+    `DTensor.to_local` would do, but gives uneven parts gradients of another stride before torch 2.13.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.layout = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
+        return parameter.to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        mesh, placements, shape, stride = ctx.layout
+        part = gradients[0].contiguous()
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """This rank's part of what may be split."""
+    return _Part.apply(parameter) if isinstance(parameter, DTensor) else parameter

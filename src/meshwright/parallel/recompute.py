@@ -2,26 +2,25 @@
 
     full        every layer keeps its input only
     first:N     so do the first N layers; the others keep everything
-    selective   every layer keeps what is dear to compute (matrix products, attention, sums over ranks) and computes
-                the rest again (norms, activations, rotations, gathered tokens)
+    selective   every layer keeps what is dear to compute (matrix products, attention, sums over ranks, rows from other
+                ranks) and computes the rest again (norms, activations, rotations, gathered tokens)
 
 Results are the same to the last bit: masks of dropout are a function of the sample, and no state moves twice.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.models.mixture import Mixture, mixtures
 from meshwright.parallel.reads import around_forward
@@ -32,6 +31,7 @@ _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten.linear.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -39,6 +39,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
 }
 
 
@@ -60,14 +61,56 @@ def _again(
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts, **options)
 
 
-def _contexts(held: list[Mixture], selective: bool) -> tuple[Context, Context]:
+def _contexts(held: list[Mixture], selective: bool) -> tuple[AbstractContextManager[Any], Context]:
     """The contexts of the first and of the repeated forward pass."""
-    first, again = create_selective_checkpoint_contexts(_policy) if selective else (nullcontext(), nullcontext())
-    return first, _Repeating(held, again)
+    if not selective:
+        return nullcontext(), _Repeating(held, nullcontext())
+    results = _Results()
+    return _Keep(results), _Repeating(held, _Take(results))
 
 
-def _policy(_: object, operation: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+class _Results:
+    """What operations gave in the first pass, in their order."""
+
+    def __init__(self) -> None:
+        self.of: dict[Any, deque[Any]] = {operation: deque() for operation in _KEPT}
+
+
+# Torch's own contexts for this demand that both passes do all the same operations. They do not where weights are
+# gathered inside of a layer, and are there already in one of the passes.
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results of dear operations."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self.results = results
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        result = operation(*inputs, **(options or {}))
+        if operation in _KEPT:
+            # Detached, or it would hold the graph that will hold it.
+            self.results.of[operation].append(tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class _Take(TorchDispatchMode):
+    """Gives the results that were kept, in order, instead of computing them; from the first one each time."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self.results = results
+        self.left: dict[Any, deque[Any]] = {}
+
+    def __enter__(self) -> Self:
+        self.left = {operation: kept.copy() for operation, kept in self.results.of.items()}
+        return super().__enter__()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        if operation in _KEPT:
+            return self.left[operation].popleft()
+        return operation(*inputs, **(options or {}))
 
 
 class _Repeating(AbstractContextManager[None]):

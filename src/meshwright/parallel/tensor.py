@@ -37,7 +37,7 @@ from meshwright.cuts import part
 from meshwright.errors import ConfigError
 from meshwright.models.tensor_plan import Rule, cut_dimension, rule_of
 from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_tokens
-from meshwright.parallel.reads import Transform, around_forward, read_through
+from meshwright.parallel.reads import Transform, around_forward, local_part, read_through
 from meshwright.torch_private import parameters_of
 
 Forward = Callable[..., Tensor]
@@ -156,7 +156,7 @@ class _Splitter:
                 placement: Placement = Replicate() if dimension is None else Shard(dimension)
                 self._done[parameter] = self._split(parameter, placement)
             parameters_of(module)[name] = self._done[parameter]
-            read_through(module, name, _local, *reads)
+            read_through(module, name, local_part, *reads)
 
     def _split(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         part = parameter.detach()
@@ -166,28 +166,6 @@ class _Splitter:
         shape, stride = parameter.shape, parameter.stride()
         split = DTensor.from_local(part, self.axis.mesh, [placement], run_check=False, shape=shape, stride=stride)
         return nn.Parameter(split, requires_grad=parameter.requires_grad)
-
-
-class _Part(torch.autograd.Function):
-    """This rank's part of a parameter; its gradient lies in the whole as the parameter does.
-
-    `DTensor.to_local` would do, but gives uneven parts gradients of another stride before torch 2.13.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.layout = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-        return parameter.to_local()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        mesh, placements, shape, stride = ctx.layout
-        part = gradients[0].contiguous()
-        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return _Part.apply(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def _region(module: nn.Module, splitter: _Splitter, _: Rule) -> None:

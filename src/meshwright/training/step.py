@@ -101,7 +101,7 @@ class TrainingStep:
             self.optimizer.step()
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
-        finish_step(self.model)
+        balance = finish_step(self.model)
         # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
         stop = losses.new_tensor(float(asked_to_stop))
         mean_loss, requests = self.sum(torch.stack((losses.sum(), stop))).tolist()
@@ -115,7 +115,7 @@ class TrainingStep:
         bubble = self.parallel.bubble()
         if bubble is not None:
             metrics |= {"pipeline_idle": bubble.measured, "pipeline_idle_predicted": bubble.predicted}
-        return metrics | {"stop": requests}
+        return metrics | balance | {"stop": requests}
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:

@@ -1,0 +1,122 @@
+"""Expert parallel: data-parallel ranks deal out the experts of every mixture among them, and send each other tokens.
+
+Rank r of an `ep` group holds the r-th part of the stacked experts. In a forward pass every rank has chosen experts for
+its own tokens and sorted them; then
+
+    counts      each tells each how many rows it sends to which of its experts
+    dispatch    an all-to-all brings every row to the rank of its expert
+    experts     each rank applies its own, to rows of all
+    combine     the reverse all-to-all brings results back to whom the token belongs
+
+and the backward pass takes the same way. Every rank takes part in every exchange, with nothing to send if need be.
+The gradient of an expert is the sum over the tokens of all ranks of its group when it is computed: only ranks that hold
+the same expert, the `copies`, still have to add theirs up (`data.py`).
+
+With tensor parallel the inner width of each expert is split as well, and every tensor-parallel rank exchanges its
+part of the results within a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from meshwright.cuts import part
+from meshwright.errors import ConfigError
+from meshwright.models.mixture import mixtures
+from meshwright.parallel.data import Reduction
+from meshwright.parallel.mesh import ExpertMesh
+from meshwright.parallel.reads import around_forward, local_part, read_through
+from meshwright.torch_private import all_to_all, parameters_of
+
+Experts = Callable[[Tensor, list[int]], Tensor]
+
+
+def check(model: nn.Module, ep: int) -> None:
+    """Raise a ConfigError unless the model has experts that can be dealt out to that many ranks."""
+    counts = {mixture.facts.num_experts for mixture in mixtures(model)}
+    if not counts:
+        raise ConfigError(f"ep={ep} splits experts, and {type(model).__name__} has none; leave ep out")
+    for count in counts:
+        if count % ep:
+            raise ConfigError(f"ep={ep} does not divide the {count} experts of a layer; use a divisor of them")
+
+
+def apply(model: nn.Module, mesh: ExpertMesh, reduction: Reduction) -> None:
+    """Split the experts of a model in place, after tensor parallel has cut each of them; on the meta device too."""
+    for mixture in mixtures(model):
+        for name, parameter in parameters_of(mixture.experts).items():
+            if parameter is None:
+                continue
+            if not isinstance(parameter, DTensor):
+                read_through(mixture.experts, name, local_part)
+            if reduction == "mean":
+                # The average over copies is one of sums over `ep` ranks.
+                read_through(mixture.experts, name, partial(_divide_gradient, mesh["ep"].size()))
+            parameters_of(mixture.experts)[name] = _split(parameter, mesh)
+        around_forward(mixture.experts, partial(_exchange_rows, mesh["ep"].get_group()))
+
+
+def _split(parameter: nn.Parameter, mesh: ExpertMesh) -> nn.Parameter:
+    """This rank's experts of a parameter, of which tensor parallel may have left a part."""
+    held, over = parameter.detach(), mesh["ep"]
+    placements: list[Placement] = [Shard(0)]
+    shape, stride = held.shape, held.stride()
+    if isinstance(held, DTensor):
+        over, placements = mesh["ep", "tp"], [Shard(0), *held.placements]
+        held = held.to_local()
+    own = held[part(shape[0], over.size(0), over.get_local_rank(0))].clone()
+    split = DTensor.from_local(own, over, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+
+def _exchange_rows(group: dist.ProcessGroup, experts: Experts, x_RC: Tensor, counts: list[int]) -> Tensor:
+    """Apply experts of all ranks of a group to this rank's rows, grouped by expert, counts[e] of them each."""
+    ranks = group.size()
+    sent = torch.tensor(counts, device=x_RC.device).view(ranks, -1)
+    received = all_to_all(sent, [1] * ranks, [1] * ranks, group)
+    to_each, from_each = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
+    rows = _Exchange.apply(x_RC, to_each, from_each, group)
+    # They come by sender and then by expert; experts want them by expert.
+    expert = torch.arange(received.shape[1], device=x_RC.device).repeat(ranks).repeat_interleave(received.flatten())
+    order = expert.argsort(stable=True)
+    results = experts(rows[order], received.sum(dim=0).tolist())
+    by_sender = torch.empty_like(results).index_copy(0, order, results)
+    return _Exchange.apply(by_sender, from_each, to_each, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to every rank and from every rank; their gradients go back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to_each: list[int], from_each: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way = to_each, from_each, group
+        return all_to_all(rows, from_each, to_each, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        to_each, from_each, group = ctx.way
+        return all_to_all(gradients[0], to_each, from_each, group), None, None, None
+
+
+class _DivideGradient(torch.autograd.Function):
+    """Hands its input through; its gradient is divided."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.by, None
+
+
+def _divide_gradient(by: int, parameter: Tensor) -> Tensor:
+    return _DivideGradient.apply(parameter, by)
