@@ -116,7 +116,7 @@ class _Take(TorchDispatchMode):
 class _Repeating(AbstractContextManager[None]):
     """Tokens were counted in the first pass. May be entered again: split backward passes compute twice."""
 
-    def __init__(self, held: list[Mixture], inner: Context) -> None:
+    def __init__(self, held: list[Mixture], inner: AbstractContextManager[Any]) -> None:
         self._held = held
         self._inner = inner
 
