@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
@@ -15,8 +16,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "FlashAttention",
     "all_gather",
     "all_reduce",
+    "all_to_all",
+    "flash_attention",
     "flatten",
     "is_shard",
     "local_shape_and_offset",
@@ -82,5 +86,53 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return _wait(_scatter(x.contiguous(), "sum", dim, group))
 
 
+def all_to_all(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows from every rank: so many are sent to, and received from, each of them."""
+    return _wait(functional.all_to_all_single(x.contiguous(), received, sent, group))
+
+
 def _wait(x: Any) -> Tensor:
     return x.wait() if isinstance(x, functional.AsyncCollectiveTensor) else x
+
+
+class FlashAttention:
+    """A flash-attention kernel for blocks of a softmax: what SDPA calls, with the log-sum-exp in the caller's hands."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp (batch, heads, tokens)."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, causal
+        )
+
+
+class _CudaFlashAttention(FlashAttention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+        return out, lse
+
+    def backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Sequences are not packed (no cumulative lengths) and nothing is dropped (the random state is not read). The
+        # kernel takes the log-sum-exp to be contiguous without looking.
+        unused = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+        )
+
+
+def flash_attention(q: Tensor) -> FlashAttention | None:
+    """The kernel for queries (batch, heads, tokens, head size) of that kind; None where there is none."""
+    if q.device.type == "cpu":
+        return FlashAttention()
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return _CudaFlashAttention()
+    return None

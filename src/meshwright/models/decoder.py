@@ -58,8 +58,9 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         dropout_keys: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache)
+        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache, documents_BT)
         x_BTC = x_BTC + self.attention_dropout(attended, dropout_keys)
         return x_BTC + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_BTC)), dropout_keys)
 
@@ -83,6 +84,7 @@ class Body(nn.Module):
         positions_BT: Tensor,
         dropout_keys: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         x_BTC = self.embed_tokens(tokens_BT)
         rope = None
@@ -92,7 +94,7 @@ class Body(nn.Module):
             rope = angles(self.spec, positions_BT, x_BTC.dtype)
         x_BTC = self.embedding_dropout(x_BTC, dropout_keys)
         for block in self.layers.values():
-            x_BTC = block(x_BTC, rope, dropout_keys, cache)
+            x_BTC = block(x_BTC, rope, dropout_keys, cache, documents_BT)
         return self.norm(x_BTC)
 
 
@@ -127,16 +129,20 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         samples_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits (batch, tokens, vocabulary).
 
         `positions` default to 0, 1, ... after what the cache holds. `samples` are the global numbers of the sequences,
         from which dropout masks follow; without them a model in training mode draws them from torch's generator.
+        With `documents`, numbers of the documents in which tokens are (those in the cache too), tokens attend within
+        their document only.
         """
         if positions_BT is None:
             start = cache.length if cache is not None else 0
             positions_BT = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)[None]
-        hidden_BTC = self.model(tokens_BT, positions_BT, self._dropout_keys(tokens_BT, positions_BT, samples_B), cache)
+        keys = self._dropout_keys(tokens_BT, positions_BT, samples_B)
+        hidden_BTC = self.model(tokens_BT, positions_BT, keys, cache, documents_BT)
         return self.lm_head(hidden_BTC)
 
     def _dropout_keys(self, tokens_BT: Tensor, positions_BT: Tensor, samples_B: Tensor | None) -> Tensor | None:

@@ -112,15 +112,15 @@ class Mixture(nn.Module):
             self.expert_load += load_E
         if not self.facts.router_aux_loss_coef:
             return y_NC
-        tokens = probabilities_NE.shape[0]
         if self.data_group is not None:
             # The share of tokens is taken over all data ranks; it has no gradient, so each rank's own
             # probabilities then contribute exactly their part of the global loss.
             load_E = load_E.clone()
             dist.all_reduce(load_E, group=self.data_group)
-            tokens *= dist.get_world_size(self.data_group)
-        mean_E = probabilities_NE.sum(dim=0) / tokens
-        share_E = load_E.to(mean_E.dtype) / (tokens * self.facts.num_experts_per_tok)
+        # Counted, since ranks that split a sequence may have different numbers of tokens.
+        choices = load_E.sum()
+        mean_E = probabilities_NE.sum(dim=0) * self.facts.num_experts_per_tok / choices
+        share_E = load_E.to(mean_E.dtype) / choices
         loss = self.facts.num_experts * (share_E * mean_E).sum()
         self.auxiliary_loss = loss.detach()
         weight = self.facts.router_aux_loss_coef * self.auxiliary_scale * self.auxiliary_factor

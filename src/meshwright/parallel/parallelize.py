@@ -1,7 +1,7 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: tensor parallel, recompute, precision, data parallel. A model on the meta device stays there, so that each rank
-can give memory to its own part; one with weights keeps those of rank 0.
+Order: tensor parallel, context parallel, recompute, precision, data parallel. A model on the meta device stays there,
+so that each rank can give memory to its own part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.context_layout import ContextLayout
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
-from meshwright.parallel import data, precision, recompute, tensor
+from meshwright.parallel import context, data, precision, recompute, tensor
+from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
@@ -32,17 +34,24 @@ class Parallel:
     """A model under a strategy. Call it like the model; `module` is the model itself, split in place."""
 
     def __init__(
-        self, module: nn.Module, strategy: Strategy, mesh: Mesh | None, policy: Precision, reduction: Reduction
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        mesh: Mesh | None,
+        policy: Precision,
+        reduction: Reduction,
+        context: Context | None = None,
     ) -> None:
         self.module = module
         self.strategy = strategy
         self.mesh = mesh
         self.precision = policy
         self._reduction = reduction
+        self._context = context
         self._replica: nn.Module | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
-        """The forward pass of this rank's samples."""
+        """The forward pass of this rank's samples, whole on every rank; what comes out is that of its own tokens."""
         return self.replica(*inputs, **options)
 
     @property
@@ -75,6 +84,10 @@ class Parallel:
     def data_rank(self) -> int:
         """Which share of the samples is this rank's: one of `strategy.dp`."""
         return self.mesh.data.get_local_rank() if self.mesh is not None else 0
+
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """What is this rank's of something known of whole sequences, such as targets; tokens are the last dimension."""
+        return x_BT if self._context is None else self._context.own_tokens(x_BT)
 
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         """The context of one of several forward and backward passes of a step; gradients travel when they must."""
@@ -132,20 +145,23 @@ def _apply(
 ) -> Parallel:
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
     units = units_of(model, strategy.wrap)
+    tokens: Context | None = None
     if mesh is not None:
         for mixture in mixtures(model):
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
-            mixture.auxiliary_factor = (strategy.dp if reduction == "mean" else 1) / strategy.tp
+            mixture.auxiliary_factor = (mesh.loss.size() if reduction == "mean" else 1) / strategy.tp
         if strategy.tp > 1:
             tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
+        if strategy.cp > 1:
+            tokens = context.apply(model, ContextLayout.of(strategy.cp, strategy.cp_method), mesh)
     # The decoder draws no random numbers of its own; another model may.
     recompute.apply(blocks_of(model), strategy.recompute, draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction)
+    return Parallel(model, strategy, mesh, policy, reduction, tokens)
 
 
 def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
@@ -156,6 +172,8 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     units_of(model, strategy.wrap)
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
+    if strategy.cp > 1:
+        context.check(model)
 
 
 def _with_samples(

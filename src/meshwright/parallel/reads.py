@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from meshwright.torch_private import parameters_of
 
 Transform = Callable[[Tensor], Tensor]
+Forward = Callable[..., Tensor]
 
 
 def read_through(module: nn.Module, name: str, *transforms: Transform) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,8 +38,12 @@ class TrainingError(UserError):
 class TrainingStep:
     """A model with its optimizer, split over the ranks, and what one step does to them."""
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> None:
+    def __init__(
+        self, config: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, end_token: int | None = None
+    ) -> None:
+        """With data.mask_documents, `end_token` is the one that ends a document."""
         self.config = config
+        self._end_token = end_token if config.data.mask_documents else None
         self.world = world
         self.strategy = strategy
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
@@ -48,9 +53,9 @@ class TrainingStep:
         self.model = build_meta(spec, precision.stored)
         # Gradients are sums over ranks: the loss is divided by the global count of tokens. DDP's own reduction, an
         # average of a multiple, is the fastest way to the sum.
-        averaged = self._averaged = uses_ddp(strategy) and strategy.dp > 1
-        self._loss_factor = strategy.dp if averaged else 1
-        self._copies = world.size // strategy.dp
+        averaged = self._averaged = uses_ddp(strategy) and strategy.dp * strategy.cp > 1
+        self._loss_factor = strategy.dp * strategy.cp if averaged else 1
+        self._copies = world.size // (strategy.dp * strategy.cp)
         reduction: Reduction = "mean" if averaged else "sum"
         self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
         self.data_rank = self.parallel.data_rank
@@ -70,7 +75,8 @@ class TrainingStep:
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
-        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
+        documents = self._documents(inputs)
         counted = (targets != IGNORED).sum()
         # The count of all ranks is on its way while the first forward pass computes.
         counting = dist.all_reduce(counted, async_op=True) if self.world.size > 1 else None
@@ -80,7 +86,7 @@ class TrainingStep:
         losses = []
         for index in range(len(tokens)):
             with self.parallel.micro_step(last=index == len(tokens) - 1):
-                logits = self.parallel(inputs[index], samples_B=samples[index])
+                logits = self.parallel(inputs[index], samples_B=samples[index], documents_BT=documents[index])
                 summed = cross_entropy(logits, targets[index], "sum")
                 if counting is not None:
                     counting.wait()
@@ -115,8 +121,17 @@ class TrainingStep:
     def evaluate(self, tokens: Tensor) -> Tensor:
         """The loss of this rank's sequences, summed over their tokens, and how many tokens that is."""
         tokens = tokens.to(self.world.device)
-        loss = cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:], "sum")
-        return torch.stack((loss.double(), (tokens[:, 1:] != IGNORED).sum().double()))
+        inputs, targets = tokens[:, :-1], self.parallel.own_tokens(tokens[:, 1:])
+        (documents,) = self._documents(inputs[None])
+        loss = cross_entropy(self.model(inputs, documents_BT=documents), targets, "sum")
+        return torch.stack((loss.double(), (targets != IGNORED).sum().double()))
+
+    def _documents(self, inputs_MBT: Tensor) -> Sequence[Tensor | None]:
+        """Of each micro-step, the number of each token's document in its row; None where that does not matter."""
+        if self._end_token is None:
+            return [None] * len(inputs_MBT)
+        ends = (inputs_MBT == self._end_token).long()
+        return list(ends.cumsum(dim=-1) - ends)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks that hold different tokens: what several ranks hold of the same ones counts once."""
