@@ -263,11 +263,12 @@ class Strategy:
         legal = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
         if layout.heads not in legal:
             within = " of a tp rank" if self.tp > 1 else ""
-            fitting = [n for n in legal if self.cp % n == 0]
+            fitting = [n for n in legal if n > 1 and self.cp % n == 0]
+            others = f", or ulysses:N with N of {_list(fitting)}" if fitting else ""
             raise _refuse(
                 str(self),
                 f"cp_method={self.cp_method} cannot deal out {heads} attention heads and {kv_heads} key-value heads"
-                f"{within} to {layout.heads} ranks; use ring, or ulysses:N with N of {_list(fitting)}",
+                f"{within} to {layout.heads} ranks; use cp_method=ring{others}",
             )
         multiple = self.tp if self.sp else 1
         if sequence_length is not None and not layout.fits(sequence_length, multiple):

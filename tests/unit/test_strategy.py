@@ -316,7 +316,8 @@ def test_refusal_says_what_to_change(text: str, expected: str) -> None:
         ("schedule=interleaved", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "interleaved:N"),
         ("schedule=1f1b:2", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "1f1b"),
         ("schedule=interleaved:0", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "interleaved:N"),
-        ("cp_method=rings", "ring, ulysses", "ring"),
+        ("cp_method=rings", "ring, ulysses, ulysses:N", "ring"),
+        ("cp_method=ulysses:0", "ring, ulysses, ulysses:N", "ulysses"),
         ("recompute=selectiv", "none, full, selective, first:N", "selective"),
         ("recompute=first", "none, full, selective, first:N", "first:N"),
         ("recompute=first:x", "none, full, selective, first:N", "first:N"),
@@ -351,15 +352,64 @@ def test_only_the_world_that_it_fills_is_taken(strategy: Strategy, world: int) -
         assert f"it needs {strategy.world} processes and there are {world}" in refusal(str(strategy), world)
 
 
-@pytest.mark.parametrize("key", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("key", ["pp", "ep"])
 def test_what_cannot_run_yet_is_refused_with_the_key_to_leave_out(key: str) -> None:
     assert check_refusal(f"{key}=2", 2) == f"{key}=2: this version cannot run it; leave {key} out"
 
 
-@pytest.mark.parametrize("key", ["pp", "cp", "ep"])
+@pytest.mark.parametrize("key", ["pp", "ep"])
 def test_no_model_at_all_gets_what_cannot_run_yet(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}=2: this version cannot run it"):
         Strategy.parse(f"{key}=2", 2).check_any(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "length", "expected"),
+    [
+        ("cp=4 cp_method=ulysses:3", 4, 64, None),
+        (
+            "cp=8 cp_method=ulysses",
+            8,
+            64,
+            "cp_method=ulysses cannot deal out 12 attention heads and 6 key-value heads to 8 ranks; "
+            "use cp_method=ring, or ulysses:N with N of 2",
+        ),
+        (
+            "cp=2 tp=2 cp_method=ulysses",
+            4,
+            64,
+            "cp_method=ulysses cannot deal out 6 attention heads and 3 key-value heads of a tp rank to 2 ranks; "
+            "use cp_method=ring",
+        ),
+        ("cp=4", 4, 3, "data.sequence_length=3 leaves one of cp=4 ranks without tokens; use 4"),
+        (
+            "cp=6 cp_method=ulysses",
+            6,
+            8,
+            "data.sequence_length=8 leaves one of cp=6 ranks without tokens; use 6 or 11",
+        ),
+        (
+            "cp=2 tp=2",
+            4,
+            17,
+            "data.sequence_length=17 gives cp=2 ranks parts that are not divisible by tp=2; use 16 or 18, or sp=off",
+        ),
+    ],
+)
+def test_sequences_and_heads_that_cannot_be_dealt_out_are_refused_with_what_can(
+    text: str, world: int, length: int, expected: str | None
+) -> None:
+    if expected is None:
+        assert refusal(text, world) == "cp_method=ulysses:3 must divide cp=4; N can be 1, 2, 4"
+    else:
+        assert check_refusal(text, world, length) == expected
+
+
+@pytest.mark.parametrize("text", ["cp=2", "cp=4", "cp=6 cp_method=ulysses", "cp=4 cp_method=ulysses:2"])
+def test_sequences_need_not_be_divisible_by_the_ranks_that_split_them(text: str) -> None:
+    ranks = Strategy.fewest_processes(text)
+    for length in (17, 26, 63):
+        Strategy.parse(text, ranks).check(MODEL, ranks, length)
 
 
 def test_check_refuses_a_world_that_is_not_its_own() -> None:
@@ -371,7 +421,7 @@ def test_check_refuses_a_world_that_is_not_its_own() -> None:
 @pytest.mark.parametrize("text", ["offload=parameters", "zero=1 offload=parameters", "zero=3 tp=2 offload=parameters"])
 def test_parameters_that_are_not_sharded_cannot_move_to_the_host(text: str) -> None:
     assert check_refusal(text, 2) == (
-        "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
+        "offload=parameters moves the shards of zero=2 and 3 and needs dp or cp of at least 2; "
         "use zero=3 on more processes, or offload=optimizer"
     )
     for each in ("zero=2 offload=parameters", "zero=3 offload=parameters", "offload=optimizer"):

@@ -90,7 +90,7 @@ class _Ring:
 
     def _mask(self, queries: slice, source: int, keys: slice, device: torch.device) -> Tensor:
         query, key = (
-            torch.tensor(self.layout.place_positions(self.length, place)[where], device=device)
+            torch.tensor(self.layout.place_positions(self.length, place)[where], dtype=torch.int64, device=device)
             for place, where in ((self.rank, queries), (source, keys))
         )
         mask_BTS = (key <= query[:, None])[None]
