@@ -1,4 +1,4 @@
-"""Split sequences compute what whole ones do: ring, Ulysses and both together, with every other axis and odd lengths."""
+"""Split sequences compute what whole ones do: ring, Ulysses and both, with every other axis and with odd lengths."""
 
 from __future__ import annotations
 

@@ -153,7 +153,22 @@ def ring_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of this rank's queries, keys and values."""
     ring = _Ring(group, length, window, documents)
-    held, dq = torch.stack((k, v)), q
+    dq = torch.empty_like(q, dtype=lse.dtype)
+    # One half of the heads after the other, where they can be halved: what is on its way takes half the memory.
+    rounds = 1 if k.shape[1] % 2 else 2
+    of_keys_and_values = [
+        _round_backward(ring, *heads)
+        for heads in zip(*(x.chunk(rounds, dim=1) for x in (gradient, q, k, v, out, lse, dq)), strict=True)
+    ]
+    dk, dv = torch.cat(of_keys_and_values, dim=2)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _round_backward(
+    ring: _Ring, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor
+) -> Tensor:
+    """Fills in the gradients of some heads' queries, and gives those of their keys and values."""
+    held = torch.stack((k, v))
     following: _Arriving | None = None
     for step in range(ring.size):
         arriving = ring.pass_on(held, step) if step < ring.size - 1 else None
@@ -170,20 +185,20 @@ def ring_backward(
             mask_BTS=block.mask_BTS,
         )
         if following is None:
-            dq, gradients = of_block.to(lse.dtype), torch.stack(of_keys_and_values).to(lse.dtype)
+            dq.copy_(of_block)
+            gradients = torch.stack(of_keys_and_values).to(lse.dtype)
         else:
             dq[:, :, block.queries] += of_block
             gradients = following.wait()
             for whole, part in zip(gradients, of_keys_and_values, strict=True):
                 whole[..., block.keys, :] += part
-        # Memory is at its peak here: what has been added up goes before more comes.
+        # What has been added up goes before more comes.
         del of_block, of_keys_and_values
         following = ring.pass_on(gradients, step)
         if arriving is not None:
             held = arriving.wait()
     assert following is not None
-    dk, dv = following.wait()
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return following.wait()
 
 
 _SCHEMA = "(Tensor q, Tensor k, Tensor v, str group, int length, int? window, Tensor? documents) -> (Tensor, Tensor)"
