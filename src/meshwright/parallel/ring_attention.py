@@ -6,7 +6,8 @@ adding its part, until they are home.
 
 Of a step's keys and queries only those are used that can meet under the causal mask. With the zigzag of
 `context_layout` that is one kernel call without a mask: a rank before this one is met with its first chunk, one after
-it by this rank's second chunk, and all steps are of one size.
+it by this rank's second chunk, and all steps are of one size. What travels goes from rank to rank downwards, so that
+it meets first those who need all of it; from there on only the first chunk goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from meshwright.context_layout import ContextLayout
 from meshwright.parallel.attention_blocks import attend_block, attend_block_backward
 from meshwright.torch_private import resolve_group
 
-TOKENS = 3
-"""The dimension of tokens in what travels: (keys and values, batch, KV heads, tokens, head size)."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +61,21 @@ class _Ring:
 
     def source(self, step: int) -> int:
         """Whose keys are here in a step; 0 is this rank's own."""
-        return (self.rank - step) % self.size
+        return (self.rank + step) % self.size
 
-    def pass_on(self, outgoing: Tensor, step: int) -> _Arriving:
-        """Send what is here in a step to the next rank, and receive from the previous one what is here in the next."""
-        shape = *outgoing.shape[:TOKENS], self._tokens(self.source(step + 1)), outgoing.shape[-1]
-        tensor = outgoing.new_empty(shape)
+    def pass_keys(self, held_T: Tensor, step: int) -> _Arriving:
+        """Send on what the next rank needs of what is here in a step, and receive what this one needs in the next."""
+        sent = self._needed(self.source(step), (self.rank - 1) % self.size)
+        return self._pass_on(held_T[:sent], self._needed(self.source(step + 1), self.rank))
+
+    def pass_gradients(self, gradients_T: Tensor, step: int) -> _Arriving:
+        """Send on gradients of all keys of which some are here in a step, and receive those for the next."""
+        return self._pass_on(gradients_T, self.tokens(self.source(step + 1)))
+
+    def _pass_on(self, outgoing: Tensor, tokens: int) -> _Arriving:
+        tensor = outgoing.new_empty(tokens, *outgoing.shape[1:])
         ranks = dist.get_process_group_ranks(self.group)
-        to, origin = ranks[(self.rank + 1) % self.size], ranks[(self.rank - 1) % self.size]
+        to, origin = ranks[(self.rank - 1) % self.size], ranks[(self.rank + 1) % self.size]
         operations = [
             dist.P2POp(dist.isend, outgoing, to, self.group),
             dist.P2POp(dist.irecv, tensor, origin, self.group),
@@ -78,11 +84,9 @@ class _Ring:
 
     def block(self, step: int, device: torch.device) -> _Block:
         """What meets in a step; there may be no queries in it."""
-        source, mine = self.source(step), self._tokens(self.rank)
-        queries, keys = slice(0, mine), slice(0, self._tokens(source))
-        if source < self.rank:
-            keys = slice(0, self._first_chunk(source))
-        elif source > self.rank:
+        source, mine = self.source(step), self.tokens(self.rank)
+        queries, keys = slice(0, mine), slice(0, self._needed(source, self.rank))
+        if source > self.rank:
             queries = slice(self._first_chunk(self.rank), mine)
         if self.window is None and self.documents_BT is None:
             return _Block(queries, keys, source == self.rank, None)
@@ -100,8 +104,13 @@ class _Ring:
             mask_BTS = mask_BTS & (self.documents_BT[:, query, None] == self.documents_BT[:, None, key])
         return mask_BTS
 
-    def _tokens(self, place: int) -> int:
+    def tokens(self, place: int) -> int:
+        """How many tokens a rank has."""
         return sum(chunk.stop - chunk.start for chunk in self.layout.chunks(self.length, place))
+
+    def _needed(self, source: int, rank: int) -> int:
+        """With how many tokens of a source, the first ones, a rank's queries can meet."""
+        return self._first_chunk(source) if source < rank else self.tokens(source)
 
     def _first_chunk(self, place: int) -> int:
         first, _ = self.layout.chunks(self.length, place)
@@ -113,11 +122,11 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """The output of this rank's queries, and the log-sum-exp of their scores."""
     ring = _Ring(group, length, window, documents)
-    held, out, lse = torch.stack((k, v)), q, q
+    held, out, lse = _pack(k, v), q, q
     for step in range(ring.size):
-        arriving = ring.pass_on(held, step) if step < ring.size - 1 else None
+        arriving = ring.pass_keys(held, step) if step < ring.size - 1 else None
         block = ring.block(step, q.device)
-        keys, values = held[..., block.keys, :]
+        keys, values = _unpack(held)
         found = attend_block(q[:, :, block.queries], keys, values, causal=block.causal, mask_BTS=block.mask_BTS)
         if step == 0:
             # In the dtype of the log-sum-exp, so that merging rounds nothing off.
@@ -127,6 +136,16 @@ def ring_forward(
         if arriving is not None:
             held = arriving.wait()
     return out.to(q.dtype), lse
+
+
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as they travel: (tokens, 2, batch, KV heads, head size), so that the first tokens lie together."""
+    return torch.stack((k.movedim(2, 0), v.movedim(2, 0)), dim=1)
+
+
+def _unpack(held: Tensor) -> Tensor:
+    """Both of them, each as (batch, KV heads, tokens, head size)."""
+    return held.movedim(0, 3)
 
 
 def _merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -160,7 +179,7 @@ def ring_backward(
         _round_backward(ring, *heads)
         for heads in zip(*(x.chunk(rounds, dim=1) for x in (gradient, q, k, v, out, lse, dq)), strict=True)
     ]
-    dk, dv = torch.cat(of_keys_and_values, dim=2)
+    dk, dv = torch.cat([_unpack(part) for part in of_keys_and_values], dim=2)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -168,12 +187,12 @@ def _round_backward(
     ring: _Ring, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Tensor
 ) -> Tensor:
     """Fills in the gradients of some heads' queries, and gives those of their keys and values."""
-    held = torch.stack((k, v))
+    held = _pack(k, v)
     following: _Arriving | None = None
     for step in range(ring.size):
-        arriving = ring.pass_on(held, step) if step < ring.size - 1 else None
+        arriving = ring.pass_keys(held, step) if step < ring.size - 1 else None
         block = ring.block(step, q.device)
-        keys, values = held[..., block.keys, :]
+        keys, values = _unpack(held)
         of_block, *of_keys_and_values = attend_block_backward(
             gradient[:, :, block.queries],
             q[:, :, block.queries],
@@ -186,15 +205,15 @@ def _round_backward(
         )
         if following is None:
             dq.copy_(of_block)
-            gradients = torch.stack(of_keys_and_values).to(lse.dtype)
+            gradients = _pack(*of_keys_and_values).to(lse.dtype)
         else:
             dq[:, :, block.queries] += of_block
             gradients = following.wait()
-            for whole, part in zip(gradients, of_keys_and_values, strict=True):
-                whole[..., block.keys, :] += part
+            for whole, part in zip(_unpack(gradients), of_keys_and_values, strict=True):
+                whole[:, :, block.keys] += part
         # What has been added up goes before more comes.
         del of_block, of_keys_and_values
-        following = ring.pass_on(gradients, step)
+        following = ring.pass_gradients(gradients, step)
         if arriving is not None:
             held = arriving.wait()
     assert following is not None
