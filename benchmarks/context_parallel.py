@@ -89,16 +89,9 @@ def forward_and_backward(part: nn.Module, tokens: int) -> None:
 
 def measure(world: World, tokens: int, method: str) -> tuple[int, int]:
     """The peak of this rank's memory, and its pairs."""
-    spec = ModelSpec(
-        vocab_size=8,
-        hidden_size=HEADS * HEAD_SIZE,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=tokens,
-    )
-    part = AttentionPart(spec)
+    shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "hidden_size": HEADS * HEAD_SIZE}
+    others = {"vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": tokens}
+    part = AttentionPart(ModelSpec.model_validate({**shape, **others}))
     if world.size > 1:
         parallelize(part, f"dp=1 cp={world.size} cp_method={method}")
     for parameter in part.parameters():

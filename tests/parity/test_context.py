@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.context_parallel import MEMORY_BAR, WORK_BAR, compare
 
 from meshwright.models.generate import generate
 from meshwright.models.spec import ModelSpec
@@ -132,3 +133,10 @@ def too_short(world: World, case: Case) -> str:
 def test_a_sequence_that_is_too_short_for_all_ranks_is_refused_on_all_of_them(pool: RankPool) -> None:
     said = pool.run(too_short, 4, case_of("gqa", "dp=1 cp=4", 16))
     assert said == ["a sequence of 3 tokens leaves one of 4 ranks without; use 4"] * 4
+
+
+@pytest.mark.slow
+def test_a_quarter_of_the_tokens_takes_little_more_than_a_quarter_of_the_memory(pool: RankPool) -> None:
+    _, found = compare(pool, 1024)
+    assert found["ring"].memory <= MEMORY_BAR
+    assert all(row.imbalance < WORK_BAR for row in found.values())

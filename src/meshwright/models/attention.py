@@ -65,9 +65,16 @@ class Attention(nn.Module):
         cache: KeyValueCache | None = None,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        batch, tokens, _ = x_BTE.shape
+        # No names for queries, keys and values: what attention does not keep is gone before the output projection.
+        y_BHTD = self.attend(*self._heads(x_BTE, rope, cache), self.sliding_window, documents_BT)
+        return self.o_proj(y_BHTD.transpose(1, 2).flatten(2))
+
+    def _heads(
+        self, x_BTE: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of these tokens, keys and values of all that there are."""
         q, k, v = (
-            projection(x_BTE).view(batch, tokens, -1, self.head_dim)
+            projection(x_BTE).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm:
@@ -77,8 +84,7 @@ class Attention(nn.Module):
             q_BHTD, k_BHTD = rotate(q_BHTD, *rope), rotate(k_BHTD, *rope)
         if cache is not None:
             k_BHTD, v_BHTD = cache.extend(self.layer, k_BHTD, v_BHTD)
-        y_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD, self.sliding_window, documents_BT)
-        return self.o_proj(y_BHTD.transpose(1, 2).reshape(batch, tokens, -1))
+        return q_BHTD, k_BHTD, v_BHTD
 
 
 def attend(

@@ -24,7 +24,6 @@ from meshwright.parallel.attention_blocks import attend_block, attend_block_back
 from meshwright.torch_private import resolve_group
 
 
-
 @dataclass(frozen=True)
 class _Block:
     """What of this rank's queries and of another's keys meets in a step."""
@@ -139,7 +138,7 @@ def ring_forward(
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as they travel: (tokens, 2, batch, KV heads, head size), so that the first tokens lie together."""
+    """Keys and values as they travel: (tokens, 2, batch, KV heads, head size); the first tokens lie together."""
     return torch.stack((k.movedim(2, 0), v.movedim(2, 0)), dim=1)
 
 
