@@ -72,6 +72,8 @@ class DataSection(_Section):
     """`bytes` or a tokenizer file; the packed corpus must have been made with it. None accepts the corpus's own."""
     sequence_length: int = Field(default=512, gt=0)
     """Tokens per sample."""
+    mask_documents: bool = False
+    """Let tokens attend within their own document only, where several are packed into one sample."""
     validation: float = Field(default=0.01, ge=0, lt=1)
     """Share of the sequences that training never sees and evaluation uses."""
     prefetch: int = free(2, ge=1)

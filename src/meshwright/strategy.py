@@ -7,7 +7,7 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
     zero        = 0 nothing is sharded (shard=1), 1 optimizer state, 2 gradients too, 3 parameters too
     tp, sp      = ranks that split every matrix; sp=on (the default with tp) splits the tokens between matrices too
     pp          = ranks that hold the layers one after the other; schedule=1f1b; layers=even, balanced or 3+5 a stage
-    cp          = ranks that split every sequence; cp_method=ring
+    cp          = ranks that split every sequence; cp_method=ring, ulysses or ulysses:N
     ep          = ranks that split the experts; divides dp
     recompute   = none, full, selective, first:N; activations that the backward pass computes again
     offload     = none, optimizer, parameters; what lives in host memory
@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.context_layout import ContextLayout
 from meshwright.cuts import part_length
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.shapes import shapes_of
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 DEGREES = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep")
 SCHEDULES = ("gpipe", "1f1b", "interleaved:N", "zero-bubble", "zbv")
-CP_METHODS = ("ring", "ulysses")
+CP_METHODS = ("ring", "ulysses", "ulysses:N")
 RECOMPUTE = ("none", "full", "selective", "first:N")
 OFFLOAD = ("none", "optimizer", "parameters")
 WRAP = ("auto", "block", "size:N", "name:A+B")
@@ -102,6 +103,10 @@ class Strategy:
                 raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {_list(legal)}")
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
+        _, _, members = self.cp_method.partition(":")
+        if members and self.cp % int(members):
+            legal = _divisors(self.cp)
+            raise ConfigError(f"cp_method={self.cp_method} must divide cp={self.cp}; N can be {_list(legal)}")
 
     @property
     def dp(self) -> int:
@@ -188,6 +193,7 @@ class Strategy:
         self.check_any(world, optimizer)
         self._check_tensor(model, sequence_length)
         self._check_experts(model)
+        self._check_context(model, sequence_length)
         self._check_wrap(model)
         self._check_stages(model)
         kind, _, count = self.recompute.partition(":")
@@ -197,9 +203,6 @@ class Strategy:
 
     def check_any(self, world: int, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless some model can be trained so on that many processes."""
-        for key in ("cp",):
-            if getattr(self, key) > 1:
-                raise _refuse(str(self), f"{key}={getattr(self, key)}: this version cannot run it; leave {key} out")
         if self.world != world:
             raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
         if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.ep > 1 or self.offload != "none"):
@@ -208,10 +211,10 @@ class Strategy:
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
                 "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw",
             )
-        if self.offload == "parameters" and (self.zero < 2 or self.dp == 1):
+        if self.offload == "parameters" and (self.zero < 2 or self.dp * self.cp == 1):
             raise _refuse(
                 str(self),
-                "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
+                "offload=parameters moves the shards of zero=2 and 3 and needs dp or cp of at least 2; "
                 "use zero=3 on more processes, or offload=optimizer",
             )
 
@@ -290,7 +293,7 @@ class Strategy:
                 legal = [n for n in legal if _fills(size, n)]
                 reason = f"tp={self.tp} leaves a rank without a part of the model's {name}={size}"
                 raise _refuse(str(self), f"{reason}; tp can be {_list(legal)}")
-        if self.sp and sequence_length is not None and sequence_length % self.tp:
+        if self.cp == 1 and self.sp and sequence_length is not None and sequence_length % self.tp:
             below = sequence_length // self.tp * self.tp
             legal_lengths = f"{below} or {below + self.tp}" if below else str(self.tp)
             raise _refuse(
@@ -298,6 +301,31 @@ class Strategy:
                 f"data.sequence_length={sequence_length} is not divisible by tp={self.tp}; "
                 f"use {legal_lengths}, or sp=off",
             )
+
+    def _check_context(self, model: ModelSpec, sequence_length: int | None) -> None:
+        """Heads are dealt out whole, key-value heads to several ranks if need be; every rank needs tokens."""
+        if self.cp == 1:
+            return
+        layout = ContextLayout.of(self.cp, self.cp_method)
+        heads, kv_heads = model.num_attention_heads // self.tp, max(1, model.num_key_value_heads // self.tp)
+        legal = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
+        if layout.heads not in legal:
+            within = " of a tp rank" if self.tp > 1 else ""
+            fitting = [n for n in legal if n > 1 and self.cp % n == 0]
+            others = f", or ulysses:N with N of {_list(fitting)}" if fitting else ""
+            raise _refuse(
+                str(self),
+                f"cp_method={self.cp_method} cannot deal out {heads} attention heads and {kv_heads} key-value heads"
+                f"{within} to {layout.heads} ranks; use cp_method=ring{others}",
+            )
+        multiple = self.tp if self.sp else 1
+        if sequence_length is not None and not layout.fits(sequence_length, multiple):
+            reason = f"leaves one of cp={self.cp} ranks without tokens"
+            if layout.fits(sequence_length):
+                reason = f"gives cp={self.cp} ranks parts that are not divisible by tp={self.tp}"
+            legal_lengths = " or ".join(map(str, layout.nearest_lengths(sequence_length, multiple)))
+            others = ", or sp=off" if self.sp else ""
+            raise _refuse(str(self), f"data.sequence_length={sequence_length} {reason}; use {legal_lengths}{others}")
 
     def micro_steps(self, batch: int, micro_batch: int | None) -> int:
         """Forward passes per optimizer step on each rank for a global batch; refuses one that does not divide."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as functional
@@ -17,12 +18,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "FlashAttention",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "backward_to_input",
     "backward_to_weights",
     "beside",
+    "flash_attention",
     "flatten",
     "is_shard",
     "local_shape_and_offset",
@@ -130,3 +133,46 @@ def reduce_gradients(root: FSDPModule) -> None:
             if group is not None:
                 group.post_backward()
     state._root_post_backward_final_callback()
+
+
+class FlashAttention:
+    """A flash-attention kernel for blocks of a softmax: what SDPA calls, with the log-sum-exp in the caller's hands."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp (batch, heads, tokens)."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of queries, keys and values."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, out, lse, 0.0, causal
+        )
+
+
+class _CudaFlashAttention(FlashAttention):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False)
+        return out, lse
+
+    def backward(
+        self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # Sequences are not packed (no cumulative lengths) and nothing is dropped (the random state is not read). The
+        # kernel takes the log-sum-exp to be contiguous without looking.
+        unused = torch.empty(0, dtype=torch.int64, device="cpu")
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused
+        )
+
+
+def flash_attention(q: Tensor) -> FlashAttention | None:
+    """The kernel for queries (batch, heads, tokens, head size) of that kind; None where there is none."""
+    if q.device.type == "cpu":
+        return FlashAttention()
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    if q.device.type == "cuda" and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+        return _CudaFlashAttention()
+    return None

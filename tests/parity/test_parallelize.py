@@ -113,14 +113,15 @@ def refused_before_a_group(world_size: int, model: nn.Module, strategy: str) -> 
 
 def test_what_a_model_cannot_take_is_refused_before_a_process_group_is_made() -> None:
     assert "tensor_plan" in refused_before_a_group(2, Foreign(), "tp=2")
+    assert "call an attribute `attend`" in refused_before_a_group(2, Foreign(), "cp=2")
     decoder = build(SPECS["gqa"])
     assert "tp can be 1, 2, 4, 8" in refused_before_a_group(3, decoder, "tp=3")
     assert "tp=4 does not divide 6 processes" in refused_before_a_group(6, decoder, "tp=4")
     decoder.model.extra = nn.Parameter(torch.zeros(3))
     assert "covers the parameter model.extra" in refused_before_a_group(2, decoder, "tp=2")
-    for strategy in ("pp=2", "cp=2", "dp=2 ep=2"):
+    for strategy in ("pp=2", "dp=2 ep=2"):
         assert "this version cannot run it" in refused_before_a_group(2, Foreign(), strategy)
-    assert "needs dp of at least 2" in refused_before_a_group(2, Foreign(), "dp=2 offload=parameters")
+    assert "needs dp or cp of at least 2" in refused_before_a_group(2, Foreign(), "dp=2 offload=parameters")
     assert "has no module 'nowhere'" in refused_before_a_group(2, Foreign(), "zero=3 wrap=name:nowhere")
 
 

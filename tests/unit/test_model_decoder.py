@@ -73,6 +73,22 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
     assert not torch.equal(one[:, 12:], two[:, 12:])
 
 
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 4}, LEARNED])
+def test_documents_of_one_row_are_as_if_alone(changes: dict[str, object]) -> None:
+    decoder, tokens = model(**changes), batch()
+    documents = torch.tensor([[0] * 7 + [1] * 9 + [2] * 8]).expand_as(tokens)
+    together = decoder(tokens, documents_BT=documents)
+    for start, stop in ((0, 7), (7, 16), (16, 24)):
+        positions = torch.arange(start, stop)[None]
+        torch.testing.assert_close(together[:, start:stop], decoder(tokens[:, start:stop], positions))
+    cache = KeyValueCache()
+    steps = [
+        decoder(tokens[:, start : start + 6], cache=cache, documents_BT=documents[:, : start + 6])
+        for start in range(0, 24, 6)
+    ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), together)
+
+
 def test_rotary_scores_depend_on_distance_only() -> None:
     made = preset("tiny")
     q, k = torch.randn(2, 1, 1, 1, made.head_dim, dtype=torch.float64)

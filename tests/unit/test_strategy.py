@@ -316,7 +316,8 @@ def test_refusal_says_what_to_change(text: str, expected: str) -> None:
         ("schedule=interleaved", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "interleaved:N"),
         ("schedule=1f1b:2", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "1f1b"),
         ("schedule=interleaved:0", "gpipe, 1f1b, interleaved:N, zero-bubble, zbv", "interleaved:N"),
-        ("cp_method=rings", "ring, ulysses", "ring"),
+        ("cp_method=rings", "ring, ulysses, ulysses:N", "ring"),
+        ("cp_method=ulysses:0", "ring, ulysses, ulysses:N", "ulysses"),
         ("recompute=selectiv", "none, full, selective, first:N", "selective"),
         ("recompute=first", "none, full, selective, first:N", "first:N"),
         ("recompute=first:x", "none, full, selective, first:N", "first:N"),
@@ -351,17 +352,6 @@ def test_only_the_world_that_it_fills_is_taken(strategy: Strategy, world: int) -
         assert f"it needs {strategy.world} processes and there are {world}" in refusal(str(strategy), world)
 
 
-@pytest.mark.parametrize("key", ["cp"])
-def test_what_cannot_run_yet_is_refused_with_the_key_to_leave_out(key: str) -> None:
-    assert check_refusal(f"{key}=2", 2) == f"{key}=2: this version cannot run it; leave {key} out"
-
-
-@pytest.mark.parametrize("key", ["cp"])
-def test_no_model_at_all_gets_what_cannot_run_yet(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=2: this version cannot run it"):
-        Strategy.parse(f"{key}=2", 2).check_any(2)
-
-
 def test_check_refuses_a_world_that_is_not_its_own() -> None:
     for check in (Strategy(replicate=4).check_any, lambda world: Strategy(replicate=4).check(MODEL, world)):
         with pytest.raises(ConfigError, match="dp=4': it needs 4 processes and there are 2"):
@@ -371,7 +361,7 @@ def test_check_refuses_a_world_that_is_not_its_own() -> None:
 @pytest.mark.parametrize("text", ["offload=parameters", "zero=1 offload=parameters", "zero=3 tp=2 offload=parameters"])
 def test_parameters_that_are_not_sharded_cannot_move_to_the_host(text: str) -> None:
     assert check_refusal(text, 2) == (
-        "offload=parameters moves the shards of zero=2 and 3 and needs dp of at least 2; "
+        "offload=parameters moves the shards of zero=2 and 3 and needs dp or cp of at least 2; "
         "use zero=3 on more processes, or offload=optimizer"
     )
     for each in ("zero=2 offload=parameters", "zero=3 offload=parameters", "offload=optimizer"):

@@ -5,12 +5,17 @@ Shapes: B batch, T tokens, S tokens attended to, H heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.rope import rotate
 from meshwright.models.spec import ModelSpec
+
+Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None], Tensor]
+"""What `attend` below takes and gives."""
 
 
 class KeyValueCache:
@@ -50,11 +55,26 @@ class Attention(nn.Module):
             self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
             self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
         self.qk_norm = spec.qk_norm
+        # Replaced from outside where the tokens of a sequence are split.
+        self.attend: Attend = attend
 
-    def forward(self, x_BTE: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None = None) -> Tensor:
-        batch, tokens, _ = x_BTE.shape
+    def forward(
+        self,
+        x_BTE: Tensor,
+        rope: tuple[Tensor, Tensor] | None,
+        cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        # No names for queries, keys and values: what attention does not keep is gone before the output projection.
+        y_BHTD = self.attend(*self._heads(x_BTE, rope, cache), self.sliding_window, documents_BT)
+        return self.o_proj(y_BHTD.transpose(1, 2).flatten(2))
+
+    def _heads(
+        self, x_BTE: Tensor, rope: tuple[Tensor, Tensor] | None, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of these tokens, keys and values of all that there are."""
         q, k, v = (
-            projection(x_BTE).view(batch, tokens, -1, self.head_dim)
+            projection(x_BTE).unflatten(-1, (-1, self.head_dim))
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm:
@@ -64,16 +84,24 @@ class Attention(nn.Module):
             q_BHTD, k_BHTD = rotate(q_BHTD, *rope), rotate(k_BHTD, *rope)
         if cache is not None:
             k_BHTD, v_BHTD = cache.extend(self.layer, k_BHTD, v_BHTD)
-        y_BHTD = attend(q_BHTD, k_BHTD, v_BHTD, self.sliding_window)
-        return self.o_proj(y_BHTD.transpose(1, 2).reshape(batch, tokens, -1))
+        return q_BHTD, k_BHTD, v_BHTD
 
 
-def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, sliding_window: int | None = None) -> Tensor:
-    """Causal attention of the last T of S positions over all S, with as many query heads per KV head as it takes."""
+def attend(
+    q_BHTD: Tensor,
+    k_BHSD: Tensor,
+    v_BHSD: Tensor,
+    sliding_window: int | None = None,
+    documents_BS: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last T of S positions over all S, with as many query heads per KV head as it takes.
+
+    With `documents`, the number of the document of each position, it stays within a document.
+    """
     tokens, attended = q_BHTD.shape[2], k_BHSD.shape[2]
     grouped = q_BHTD.shape[1] != k_BHSD.shape[1]
     windowed = sliding_window is not None and attended > sliding_window
-    if not windowed and tokens in (attended, 1):
+    if not windowed and documents_BS is None and tokens in (attended, 1):
         causal = tokens == attended and tokens > 1
         return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=causal, enable_gqa=grouped)
     query = torch.arange(attended - tokens, attended, device=q_BHTD.device)[:, None]
@@ -82,4 +110,6 @@ def attend(q_BHTD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, sliding_window: int |
     if windowed:
         assert sliding_window is not None
         mask_TS = mask_TS & (key > query - sliding_window)
+    if documents_BS is not None:
+        mask_TS = mask_TS & (documents_BS[:, None, -tokens:, None] == documents_BS[:, None, None, :])
     return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=mask_TS, enable_gqa=grouped)

@@ -58,8 +58,9 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         dropout_keys: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache)
+        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache, documents_BT)
         x_BTC = x_BTC + self.attention_dropout(attended, dropout_keys)
         return x_BTC + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_BTC)), dropout_keys)
 
@@ -83,13 +84,14 @@ class Body(nn.Module):
         positions_BT: Tensor,
         dropout_keys: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
         hidden_BTC: Tensor | None = None,
         layers: range | None = None,
     ) -> Tensor:
         x_BTC = self._embed(tokens_BT, positions_BT, dropout_keys) if hidden_BTC is None else hidden_BTC
         rope = angles(self.spec, positions_BT, x_BTC.dtype) if self.spec.positions == "rope" else None
         for layer in layers or range(self.spec.num_hidden_layers):
-            x_BTC = self.layers[str(layer)](x_BTC, rope, dropout_keys, cache)
+            x_BTC = self.layers[str(layer)](x_BTC, rope, dropout_keys, cache, documents_BT)
         return self.norm(x_BTC) if ends_with(self.spec, layers) else x_BTC
 
     def _embed(self, tokens_BT: Tensor, positions_BT: Tensor, dropout_keys: Tensor | None) -> Tensor:
@@ -135,6 +137,7 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         samples_B: Tensor | None = None,
         cache: KeyValueCache | None = None,
+        documents_BT: Tensor | None = None,
         hidden_BTC: Tensor | None = None,
         layers: range | None = None,
     ) -> Tensor:
@@ -142,6 +145,8 @@ class Decoder(nn.Module):
 
         `positions` default to 0, 1, ... after what the cache holds. `samples` are the global numbers of the sequences,
         from which dropout masks follow; without them a model in training mode draws them from torch's generator.
+        With `documents`, numbers of the documents in which tokens are (those in the cache too), tokens attend within
+        their document only.
         With `layers`, only these: from what the layer before them gave (`hidden`, unless they are the first) to what
         the last of them gives (logits, if it is the model's last).
         """
@@ -149,7 +154,7 @@ class Decoder(nn.Module):
             start = cache.length if cache is not None else 0
             positions_BT = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)[None]
         keys = self._dropout_keys(tokens_BT, positions_BT, samples_B)
-        hidden_BTC = self.model(tokens_BT, positions_BT, keys, cache, hidden_BTC, layers)
+        hidden_BTC = self.model(tokens_BT, positions_BT, keys, cache, documents_BT, hidden_BTC, layers)
         return self.lm_head(hidden_BTC) if ends_with(self.spec, layers) else hidden_BTC
 
     def _dropout_keys(self, tokens_BT: Tensor, positions_BT: Tensor, samples_B: Tensor | None) -> Tensor | None:

@@ -108,13 +108,16 @@ class Mixture(nn.Module):
     def _attach_losses(self, y_NC: Tensor, logits_NE: Tensor, probabilities_NE: Tensor, load_E: Tensor) -> Tensor:
         """The output, with the router's losses attached to it."""
         facts, loss = self.facts, None
-        tokens = logits_NE.shape[0] * (dist.get_world_size(self.data_group) if self.data_group is not None else 1)
+        if not (facts.router_aux_loss_coef or facts.router_z_loss_coef):
+            return y_NC
+        if self.data_group is not None:
+            # The share of tokens is taken over all data ranks; it has no gradient, so each rank's own probabilities
+            # then contribute exactly their part of the global loss.
+            load_E = load_E.clone()
+            dist.all_reduce(load_E, group=self.data_group)
+        # Counted, since ranks that split a sequence may have different numbers of tokens.
+        tokens = load_E.sum() / facts.num_experts_per_tok
         if facts.router_aux_loss_coef:
-            if self.data_group is not None:
-                # The share of tokens is taken over all data ranks; it has no gradient, so each rank's own
-                # probabilities then contribute exactly their part of the global loss.
-                load_E = load_E.clone()
-                dist.all_reduce(load_E, group=self.data_group)
             mean_E = probabilities_NE.sum(dim=0) / tokens
             share_E = load_E.to(mean_E.dtype) / (tokens * facts.num_experts_per_tok)
             balance = facts.num_experts * (share_E * mean_E).sum()
@@ -123,8 +126,7 @@ class Mixture(nn.Module):
         if facts.router_z_loss_coef:
             z_loss = facts.router_z_loss_coef * logits_NE.logsumexp(dim=-1).square().sum() / tokens
             loss = z_loss if loss is None else loss + z_loss
-        if loss is None:
-            return y_NC
+        assert loss is not None
         return _AttachLoss.apply(y_NC, loss * (self.auxiliary_scale * self.auxiliary_factor))
 
 

@@ -1,7 +1,7 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: pipeline, tensor parallel, expert parallel, recompute, precision, data parallel. A model on the meta device stays
-there, so that each rank can give memory to its own part; one with weights keeps those of rank 0.
+Order: pipeline, tensor parallel, context parallel, expert parallel, recompute, precision, data parallel. A model on the
+meta device stays there, so that each rank can give memory to its own part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.context_layout import ContextLayout
 from meshwright.errors import ConfigError
 from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.models.parts import whole
-from meshwright.parallel import data, experts, precision, recompute, tensor
+from meshwright.parallel import context, data, experts, precision, recompute, tensor
 from meshwright.parallel.bubble import Bubble, bubble_of
+from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh, make_mesh
@@ -53,6 +55,7 @@ class Parallel:
         policy: Precision,
         reduction: Reduction,
         pipeline: Pipeline | None = None,
+        context: Context | None = None,
     ) -> None:
         self.module = module
         self.pipeline = pipeline
@@ -62,10 +65,11 @@ class Parallel:
         self._reduction = reduction
         self._tied_copy: TiedEmbedding | None = None
         self.last_step: Spans | None = None
+        self._context = context
         self._replica: nn.Module | None = None
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
-        """The forward pass of this rank's samples."""
+        """The forward pass of this rank's samples, whole on every rank; what comes out is that of its own tokens."""
         return self.replica(*inputs, **options)
 
     @property
@@ -180,6 +184,10 @@ class Parallel:
         again = [self._tied.weight] if self._tied is not None and not self._tied.counts else []
         return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=self._stages, counted_elsewhere=again)
 
+    def own_tokens(self, x_BT: Tensor) -> Tensor:
+        """What is this rank's of something known of whole sequences, such as targets; tokens are the last dimension."""
+        return x_BT if self._context is None else self._context.own_tokens(x_BT)
+
     def micro_step(self, last: bool) -> AbstractContextManager[None]:
         """The context of one of several forward and backward passes of a step; gradients travel when they must."""
         return data.synchronise(self.module, self.replica, self.strategy.zero, last)
@@ -241,16 +249,19 @@ def _apply(
         pipeline = _cut(model, strategy, mesh, policy)
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
     units = units_of(model, strategy.wrap, pipeline.own_layers if pipeline is not None else None)
+    tokens: Context | None = None
     if mesh is not None:
         for mixture in mixtures(model):
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
-            mixture.auxiliary_factor = (strategy.dp if reduction == "mean" else 1) / strategy.tp
+            mixture.auxiliary_factor = (mesh.loss.size() if reduction == "mean" else 1) / strategy.tp
         if strategy.tp > 1:
             axis = tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
             if pipeline is not None:
                 around_forward(model, partial(_begin, axis, model))
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, _with_samples)
+        if strategy.cp > 1:
+            tokens = context.apply(model, ContextLayout.of(strategy.cp, strategy.cp_method), mesh)
         if mesh.experts is not None:
             experts.apply(model, mesh.experts, reduction)
     # The decoder draws no random numbers of its own; another model may.
@@ -258,7 +269,7 @@ def _apply(
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction, pipeline)
+    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens)
 
 
 def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:
@@ -267,8 +278,12 @@ def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> P
     # A group of its own: ranks send unlike numbers of messages, by which checks of collectives would be confused.
     group = group_of(dist.get_process_group_ranks(mesh["pp"].get_group()))
 
+    layout, rank = ContextLayout.of(strategy.cp, strategy.cp_method), mesh["cp"].get_local_rank()
+
     def border(batch: Batch) -> Tensor:
         samples, tokens = batch["tokens_BT"].shape
+        if batch.get("cache") is None:
+            tokens = layout.part_lengths(tokens)[rank]
         if strategy.sp and tokens % strategy.tp == 0:
             tokens //= strategy.tp
         return torch.empty(
@@ -280,10 +295,12 @@ def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> P
     return pipeline
 
 
-def _begin(axis: tensor.Axis, model: nn.Module, forward: Callable[..., Tensor], **options: Any) -> Tensor:
+def _begin(
+    axis: tensor.Axis, model: nn.Module, forward: Callable[..., Tensor], tokens_BT: Tensor, *rest: Any, **options: Any
+) -> Tensor:
     """Stages without an embedding must learn of the sequence's length as well."""
-    axis.begin(options["tokens_BT"].shape[1], model.training)
-    return forward(**options)
+    axis.begin(tokens_BT.shape[1], model.training)
+    return forward(tokens_BT, *rest, **options)
 
 
 def _own_share(kind: str, pipeline: Pipeline | None) -> str:
@@ -308,6 +325,8 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
     units_of(model, strategy.wrap)
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
+    if strategy.cp > 1:
+        context.check(model)
     if strategy.ep > 1:
         experts.check(model, strategy.ep)
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.torch_private import parameters_of
 
 Transform = Callable[[Tensor], Tensor]
+Forward = Callable[..., Tensor]
 
 
 def read_through(module: nn.Module, name: str, *transforms: Transform) -> None:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.models.mixture import Mixture, mixtures
 from meshwright.parallel.reads import around_forward
+from meshwright.parallel.ring_attention import RING_ATTENTION
 
 Context = AbstractContextManager[None]
 
@@ -37,6 +38,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    RING_ATTENTION,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_to_all_single.default,

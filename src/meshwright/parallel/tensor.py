@@ -37,10 +37,8 @@ from meshwright.cuts import part
 from meshwright.errors import ConfigError
 from meshwright.models.tensor_plan import Rule, cut_dimension, rule_of
 from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_tokens
-from meshwright.parallel.reads import Transform, around_forward, local_part, read_through
+from meshwright.parallel.reads import Forward, Transform, around_forward, local_part, read_through
 from meshwright.torch_private import parameters_of
-
-Forward = Callable[..., Tensor]
 
 
 @dataclass

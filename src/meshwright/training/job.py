@@ -59,6 +59,11 @@ def make_job(config: RunConfig, world: int) -> Job:
     prepare_sources(config)
     corpora = open_corpora(config.data)
     tokenizer = matching_tokenizer(config, [corpus for corpus, _ in corpora])
+    if config.data.mask_documents and tokenizer.end is None:
+        raise ConfigError(
+            "data.mask_documents needs a token that ends a document, and this corpus's tokenizer has none; "
+            "prepare it with another one, or leave data.mask_documents out"
+        )
     sampler = Sampler(
         corpora,
         seed=config.run.seed,

@@ -40,7 +40,7 @@ class TrainingLoop:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(self.config.train.deterministic)
-        self.one_step = TrainingStep(config, self.job.spec, self.job.strategy, self.world)
+        self.one_step = TrainingStep(config, self.job.spec, self.job.strategy, self.world, self.job.tokenizer.end)
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.loss_scale = self.one_step.loss_scale
         self.hooks = list(hooks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,8 +37,12 @@ class TrainingError(UserError):
 class TrainingStep:
     """A model with its optimizer, split over the ranks, and what one step does to them."""
 
-    def __init__(self, config: RunConfig, spec: ModelSpec, strategy: Strategy, world: World) -> None:
+    def __init__(
+        self, config: RunConfig, spec: ModelSpec, strategy: Strategy, world: World, end_token: int | None = None
+    ) -> None:
+        """With data.mask_documents, `end_token` is the one that ends a document."""
         self.config = config
+        self._end_token = end_token if config.data.mask_documents else None
         self.world = world
         self.strategy = strategy
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
@@ -47,8 +52,8 @@ class TrainingStep:
         self.model = build_meta(spec, precision.stored)
         # Gradients are sums over ranks: the loss is divided by the global count of tokens. DDP's own reduction, an
         # average of a multiple, is the fastest way to the sum.
-        averaged = self._averaged = uses_ddp(strategy) and strategy.dp > 1
-        self._loss_factor = strategy.dp if averaged else 1
+        averaged = self._averaged = uses_ddp(strategy) and strategy.dp * strategy.cp > 1
+        self._loss_factor = strategy.dp * strategy.cp if averaged else 1
         # The ranks that hold the same tokens, of those which have the loss.
         self._copies = strategy.tp
         reduction: Reduction = "mean" if averaged else "sum"
@@ -70,7 +75,8 @@ class TrainingStep:
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
-        inputs, targets = tokens[..., :-1], tokens[..., 1:]
+        inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
+        documents = self._documents(inputs)
         counted = (targets != IGNORED).sum() * self.parallel.has_loss
         # The count of all ranks is on its way while the first forward pass computes.
         counting = dist.all_reduce(counted, async_op=True) if self.world.size > 1 else None
@@ -87,7 +93,10 @@ class TrainingStep:
             losses[index] = loss.detach()
             return loss * (scale * self._loss_factor)
 
-        batches = [{"tokens_BT": inputs[index], "samples_B": samples[index]} for index in range(len(tokens))]
+        batches = [
+            {"tokens_BT": inputs[index], "samples_B": samples[index], "documents_BT": documents[index]}
+            for index in range(len(tokens))
+        ]
         self.parallel.forward_backward(batches, loss_of)
         if counting is not None:
             counting.wait()
@@ -121,11 +130,20 @@ class TrainingStep:
     def evaluate(self, tokens: Tensor) -> Tensor:
         """The loss of this rank's sequences, summed over their tokens, and how many tokens that is."""
         tokens = tokens.to(self.world.device)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        found = self.parallel.forward([{"tokens_BT": inputs}], lambda logits, _: cross_entropy(logits, targets, "sum"))
+        inputs, targets = tokens[:, :-1], self.parallel.own_tokens(tokens[:, 1:])
+        (documents,) = self._documents(inputs[None])
+        batch = {"tokens_BT": inputs, "documents_BT": documents}
+        found = self.parallel.forward([batch], lambda logits, _: cross_entropy(logits, targets, "sum"))
         if not found:
             return torch.zeros(2, dtype=torch.float64, device=self.world.device)
         return torch.stack((found[0].double(), (targets != IGNORED).sum().double()))
+
+    def _documents(self, inputs_MBT: Tensor) -> Sequence[Tensor | None]:
+        """Of each micro-step, the number of each token's document in its row; None where that does not matter."""
+        if self._end_token is None:
+            return [None] * len(inputs_MBT)
+        ends = (inputs_MBT == self._end_token).long()
+        return list(ends.cumsum(dim=-1) - ends)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over the ranks that hold different tokens and zeros where there is no loss: a token counts once."""

@@ -24,6 +24,9 @@ from meshwright.verify.pool import RankPool
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest relative difference of losses; and, for the first two, of gradient norms."""
 
+END_TOKEN = 0
+"""Ends a document, where `settings` mask documents."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -59,7 +62,7 @@ def step_of(world: World, case: Case) -> TrainingStep:
             f"a batch of {case.batch} is not divisible by {case.micro_steps} micro-steps x dp={strategy.dp}"
         )
     strategy.check(case.spec, world.size, case.tokens)
-    return TrainingStep(_config(case), case.spec, strategy, world)
+    return TrainingStep(_config(case), case.spec, strategy, world, end_token=END_TOKEN)
 
 
 def run_case(world: World, case: Case) -> Trace:
