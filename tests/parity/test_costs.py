@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.estimate.state import StateBytes, state_bytes
 from meshwright.estimate.traffic import Traffic, Work, step_traffic
+from meshwright.estimate.units import Place
 from meshwright.parallel.data import fsdp_modules
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
@@ -39,13 +40,30 @@ STRATEGIES = [
     "dp=2 zero=1 tp=2",
     "dp=2 zero=3 tp=2 wrap=block",
 ]
+FURTHER = [
+    ("tied", "dp=1 pp=2"),
+    ("gqa", "dp=2 pp=2 zero=1 schedule=interleaved:2"),
+    ("tied", "dp=2 pp=2 zero=2 wrap=block schedule=zbv"),
+    ("gqa", "dp=2 pp=2 zero=3 wrap=block"),
+    ("gqa", "dp=1 pp=2 tp=2"),
+    ("gqa", "dp=2 cp=2 zero=1"),
+    ("tied", "dp=2 cp=2 zero=3 wrap=block"),
+    ("experts", "dp=4 ep=2"),
+    ("experts", "dp=4 ep=2 zero=1"),
+    ("experts", "dp=4 ep=2 zero=2 wrap=block"),
+    ("experts", "dp=4 ep=2 zero=3 wrap=block"),
+    ("experts", "dp=4 replicate=2 ep=2 zero=2 tp=2"),
+    ("experts", "dp=2 ep=2 cp=2 pp=2 zero=2"),
+]
 RECOMPUTING = ["dp=1 tp=2 recompute=full", "dp=1 tp=2 sp=off recompute=full", "dp=2 tp=2 recompute=selective"]
 
 
 def case_of(shape: str, strategy: str) -> Case:
     ranks = Strategy.processes(strategy)
     assert ranks is not None
-    return Case(SPECS[shape], strategy, ranks, "float32", micro_steps=2, batch=24)
+    # A pipeline needs a layer for each stage.
+    spec = SPECS[shape].model_copy(update={"num_hidden_layers": 4}) if "pp=" in strategy else SPECS[shape]
+    return Case(spec, strategy, ranks, "float32", micro_steps=2, batch=24)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -67,7 +85,7 @@ class Peak(TorchDispatchMode):
         self.groups = [
             group for module in fsdp_modules(step.model) for group in module._get_fsdp_state()._fsdp_param_groups
         ]
-        self.is_sharded = step.strategy.zero >= 2 and step.strategy.dp > 1
+        self.is_sharded = step.strategy.zero >= 2 and step.strategy.dp * step.strategy.cp > 1
         self.gathered = self.gradients = 0
         self.seen: dict[int, int] = {}
 
@@ -100,14 +118,22 @@ def measure_state(world: World, case: Case) -> tuple[StateBytes, StateBytes]:
     optimizer = sum(v.nbytes for state in step.optimizer.state.values() for v in state.values() if v.ndim)
     measured = StateBytes(storage_bytes(iter(step.model.parameters())), peak.gathered, peak.gradients, optimizer)
     assert step.mesh is not None
-    places = {name: step.mesh[axis].get_local_rank() for name, axis in (("shard_rank", "shard"), ("tp_rank", "tp"))}
-    return measured, state_bytes(case.spec, step.strategy, micro_steps=case.micro_steps, **places)
+    place = Place.of(step.strategy, world.rank)
+    return measured, state_bytes(case.spec, step.strategy, place, micro_steps=case.micro_steps)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gqa", "tied", "experts"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_of_every_rank_equals_the_closed_form(shape: str, strategy: str, pool: RankPool) -> None:
+    case = case_of(shape, strategy)
+    for measured, expected in pool.run(measure_state, case.ranks, case):
+        assert asdict(measured) == asdict(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "strategy"), FURTHER)
+def test_state_under_pipelines_split_sequences_and_dealt_experts(shape: str, strategy: str, pool: RankPool) -> None:
     case = case_of(shape, strategy)
     for measured, expected in pool.run(measure_state, case.ranks, case):
         assert asdict(measured) == asdict(expected)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.cuts import buckets_of, longest_part, part_length
-from meshwright.estimate.units import rule_for, units_of
+from meshwright.estimate.units import Place, rule_for, units_of
 from meshwright.models.shapes import Shape, shapes_of
 from meshwright.models.spec import ModelSpec
 from meshwright.models.tensor_plan import cut_dimension, tensor_plan
@@ -52,6 +52,9 @@ class Traffic:
 
 def step_traffic(spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int = 0) -> Traffic:
     """The collectives in which a rank takes part in one step (not its first two, when DDP arranges its buckets)."""
+    for axis in ("pp", "cp", "ep"):
+        if getattr(strategy, axis) > 1:
+            raise ValueError(f"{axis}={getattr(strategy, axis)}: closed forms of traffic know dp, zero and tp")
     traffic = Traffic(Counter(), Counter())
     if strategy.world == 1:
         return traffic
@@ -139,15 +142,14 @@ def _mixtures(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work)
     size = 8 * spec.experts.num_experts
     kind, _, count = strategy.recompute.partition(":")
     repeated = [] if kind == "none" else [layer for layer in layers if kind != "first" or layer < int(count)]
-    if spec.experts.router_aux_loss_coef:
+    if spec.experts.router_aux_loss_coef or spec.experts.router_z_loss_coef:
         traffic.add(ALL_REDUCE, "loss", size, work.micro_steps * (len(layers) + len(repeated)))
     # With each layer's load goes the number of dropped choices.
     traffic.add(ALL_REDUCE, "loss", len(layers) * (size + 8))
 
 
 def _data(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int) -> None:
-    layers, root = units_of(spec, strategy, tp_rank)
-    units = [list(unit.values()) for unit in (*layers, root)]
+    units = [[held.shape for held in unit.values()] for unit in units_of(spec, strategy, Place(tp=tp_rank)).all]
     if strategy.zero < 2:
         elements = sum(prod(shape) for unit in units for shape in unit)
         # DDP fills buckets of its own: one holds a small model, and of a large one only the bytes are exact.
@@ -175,8 +177,8 @@ def _data(traffic: Traffic, spec: ModelSpec, strategy: Strategy, work: Work, tp_
 
 def _in_groups(spec: ModelSpec, strategy: Strategy, tp_rank: int) -> list[Shape]:
     """This rank's parts in the optimizer's order: what decays, then what does not."""
-    layers, root = units_of(spec, strategy, tp_rank)
-    held = {name: shape for unit in (*layers, root) for name, shape in unit.items()}
+    units = units_of(spec, strategy, Place(tp=tp_rank))
+    held = {name: one.shape for unit in units.all for name, one in unit.items()}
     shapes = [held[name] for name in shapes_of(spec)]
     return [shape for shape in shapes if len(shape) >= 2] + [shape for shape in shapes if len(shape) < 2]
 
