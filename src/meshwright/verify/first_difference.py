@@ -1,0 +1,311 @@
+"""Where a step under a strategy first departs from the same step on one device: the module, or the parameter.
+
+The search goes the way of the step and stops at the first thing that departs:
+
+1. outputs of modules, in the order in which they end, if the loss departs;
+2. gradients of these outputs, in reverse, if a parameter's gradient departs;
+3. gradients of parameters, after all sums over ranks;
+4. their norm;
+5. weights after the update.
+
+A rank holds a part of an output: its samples (dp), its tokens (cp, and between regions sp), its heads or columns (tp).
+The part is compared with the same part of the whole that one device has. Where each rank holds a summand, the sum is
+compared:
+
+    rule of the module              its output                  the gradient of its output
+    none, region, tokens, lookup,   equal on all tp ranks, or   the same
+    dropout, vocabulary             their tokens
+    column, heads                   a part                      a part; summed over ranks with the same one
+    shared                          a part, or all of it        summed over ranks with the same one
+    row                             a summand                   all of it
+    head                            a part that knows its place the same
+
+What cannot be made whole is passed over: experts' rows, which are sorted by expert and so lie elsewhere on every split,
+and modules inside a region that the table does not name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from meshwright.cuts import part
+from meshwright.verify.record import Array, Call, Part, Place, StepTrace
+
+Kind = Literal["output", "output gradient", "loss", "parameter gradient", "gradient norm", "update"]
+Index = tuple[tuple[int, ...] | None, ...]
+"""Which entries of each dimension; None for all of them."""
+
+SMALLEST = 1e-3
+"""What is this much smaller than the largest of its kind counts as if it were not: it may be rounding alone."""
+_PASSED_OVER = ("experts", "in region")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing of a step that departs."""
+
+    kind: Kind
+    name: str
+    step: int
+    difference: float
+    """The largest difference of an element, relative to the largest of the tensor."""
+    micro_step: int | None = None
+    rank: int | None = None
+    rule: str = ""
+    after: str = ""
+    """What was compared just before, and agreed."""
+    factor: float | None = None
+    """By what the whole is multiplied, if it is a multiple of what it should be."""
+
+
+@dataclass(frozen=True)
+class _Departure:
+    relative: float
+    rank: int
+    factor: float | None
+
+
+def first_difference(
+    step: int, expected: StepTrace, found: Sequence[StepTrace], bound: float, *, loss_departs: bool
+) -> Difference | None:
+    """Where the outputs or gradients of a step first depart; None where all that can be compared agrees."""
+    search = _Search(expected, found, bound)
+    if loss_departs:
+        calls = list(expected.outputs)
+        difference = search.outputs(step, "output", calls, 1.0)
+        if difference is not None:
+            return difference
+    gradient = search.parameters(step)
+    if gradient is None:
+        return None
+    calls = [call for call in reversed(expected.outputs) if call in expected.gradients]
+    # The micro-steps go backward one after the other.
+    calls.sort(key=lambda call: call.micro_step)
+    return search.outputs(step, "output gradient", calls, search.loss_factor(calls)) or gradient
+
+
+def unlike(
+    expected: dict[str, Part], found: Sequence[dict[str, Part]], floor: float
+) -> Iterator[tuple[str, float, int, float | None]]:
+    """(name, relative difference, rank, factor) of every tensor that is held in parts; differences below `floor` of
+    the largest number are relative to that floor."""
+    for name, whole in expected.items():
+        holders = [(rank, parts[name]) for rank, parts in enumerate(found) if name in parts]
+        if not holders:
+            yield name, float("inf"), 0, None
+            continue
+        scale = max(_largest([whole.values]), floor)
+        worst = max((_unlike(_cut(whole.values, held), held.values, scale, rank) for rank, held in holders), key=_order)
+        yield name, worst.relative, worst.rank, worst.factor
+
+
+class _Search:
+    def __init__(self, expected: StepTrace, found: Sequence[StepTrace], bound: float) -> None:
+        self.expected = expected
+        self.found = found
+        self.bound = bound
+        self.tokens = [_tokens_of(expected, trace) for trace in found]
+
+    def outputs(self, step: int, kind: Kind, calls: Iterable[Call], factor: float) -> Difference | None:
+        """The first of some calls whose output, or its gradient, departs."""
+        calls = list(calls)
+        wholes = self._of(self.expected, kind)
+        floor = SMALLEST * _largest([wholes[call].values for call in calls])
+        agreed = ""
+        for place, call in enumerate(calls):
+            departure = self._departure(kind, call, floor, factor)
+            if departure is None:
+                continue
+            if not departure.relative <= self.bound:
+                call = self._innermost(wholes, calls[place:])
+                rule = self.expected.rules.get(call.module, "")
+                return Difference(
+                    kind,
+                    call.module or "the model",
+                    step,
+                    departure.relative,
+                    call.micro_step,
+                    departure.rank,
+                    rule,
+                    agreed,
+                    departure.factor,
+                )
+            agreed = call.module or "the model"
+        return None
+
+    def parameters(self, step: int) -> Difference | None:
+        """The first gradient of a parameter, from the end of the model, that departs."""
+        wholes = self.expected.parameter_gradients
+        floor = SMALLEST * _largest([whole.values for whole in wholes.values()])
+        held = [trace.parameter_gradients for trace in self.found]
+        compared = list(unlike(wholes, held, floor))
+        departing = [entry for entry in compared if not entry[1] <= self.bound]
+        if not departing:
+            return None
+        name, relative, rank, factor = departing[-1]
+        factors = [entry[3] for entry in compared if entry[1] < float("inf")]
+        if factor is None or not all(other is not None and abs(other - factor) < 1e-6 for other in factors):
+            # A wrong divisor would be the same for all parameters.
+            factor = None
+        return Difference(
+            "parameter gradient", name, step, relative, rank=rank, rule=self._rule_of(name), factor=factor
+        )
+
+    def loss_factor(self, calls: Sequence[Call]) -> float:
+        """By what gradients are multiplied before the sum over data ranks: dp, where that sum is an average."""
+        dp = self.found[0].place.dp
+        for call in calls:
+            departures = {factor: self._departure("output gradient", call, 0.0, factor) for factor in (1.0, float(dp))}
+            for factor, departure in departures.items():
+                if departure is not None and departure.relative <= self.bound:
+                    return factor
+            if None not in departures.values():
+                break
+        return 1.0
+
+    def _rule_of(self, parameter: str) -> str:
+        return self.expected.rules.get(parameter.rpartition(".")[0], "")
+
+    def _innermost(self, wholes: dict[Call, Part], calls: list[Call]) -> Call:
+        """The module inside the first one which gave this very tensor, if there is one."""
+        chosen = calls[0]
+        for call in calls[1:]:
+            inside = call.micro_step == chosen.micro_step and call.module.startswith(chosen.module)
+            if not inside or not np.array_equal(wholes[call].values, wholes[chosen].values):
+                break
+            chosen = call
+        return chosen
+
+    def _of(self, trace: StepTrace, kind: Kind) -> dict[Call, Part]:
+        return trace.outputs if kind == "output" else trace.gradients
+
+    def _departure(self, kind: Kind, call: Call, floor: float, factor: float) -> _Departure | None:
+        """How far the ranks are from one device; None where the whole cannot be had."""
+        rule = self.expected.rules.get(call.module, "")
+        if rule in _PASSED_OVER:
+            return None
+        whole = self._of(self.expected, kind)[call].values
+        scale = max(_largest([whole]), floor)
+        summed = rule == "row" if kind == "output" else rule in ("column", "heads", "shared")
+        sums: dict[Index, Array] = {}
+        worst: _Departure | None = None
+        for rank, trace in enumerate(self.found):
+            held = self._of(trace, kind).get(call)
+            if held is None:
+                continue
+            index = _index(whole.shape, held, trace.place, self.tokens[rank], rule)
+            if index is None:
+                return None
+            if summed:
+                sums[index] = sums[index] + held.values if index in sums else held.values
+                continue
+            worst = max(worst, _unlike(_take(whole, index) * factor, held.values, scale * factor, rank), key=_order)
+        for index, values in sums.items():
+            worst = max(worst, _unlike(_take(whole, index) * factor, values, scale * factor, 0), key=_order)
+        return worst
+
+
+def _order(departure: _Departure | None) -> float:
+    """Larger is worse; what is not a number is worst."""
+    if departure is None:
+        return -1.0
+    return departure.relative if departure.relative == departure.relative else float("inf")
+
+
+def _unlike(whole: Array, held: Array, scale: float, rank: int) -> _Departure:
+    if whole.shape != held.shape:
+        return _Departure(float("inf"), rank, None)
+    if not whole.size:
+        return _Departure(0.0, rank, None)
+    relative = float(np.abs(held - whole).max()) / (scale or 1.0)
+    square = float((whole * whole).sum())
+    factor = float((held * whole).sum()) / square if square else None
+    if factor is not None and not float(np.abs(held - factor * whole).max()) <= 1e-6 * scale:
+        factor = None
+    return _Departure(relative, rank, factor)
+
+
+def _largest(values: Iterable[Array]) -> float:
+    return max((float(np.abs(value).max()) for value in values if value.size), default=0.0)
+
+
+def _cut(whole: Array, held: Part) -> Array:
+    """The part of a whole that lies where some part lies."""
+    if whole.shape != held.whole:
+        return np.empty(0)
+    places = zip(held.offset, held.values.shape, strict=True)
+    return whole[tuple(slice(first, first + length) for first, length in places)]
+
+
+def _take(whole: Array, index: Index) -> Array:
+    for dimension, entries in enumerate(index):
+        if entries is not None:
+            whole = np.take(whole, entries, axis=dimension)
+    return whole
+
+
+def _index(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | None, rule: str) -> Index | None:
+    """Which entries of one device's tensor a rank holds; None where that does not follow from its shape."""
+    shape = held.values.shape
+    if len(shape) != len(whole) or shape[0] * place.dp != whole[0]:
+        return None
+    index: list[tuple[int, ...] | None] = [None] * len(whole)
+    if place.dp > 1:
+        index[0] = tuple(range(place.data_rank * shape[0], (place.data_rank + 1) * shape[0]))
+    for dimension in range(1, len(whole)):
+        length, full = shape[dimension], whole[dimension]
+        if held.whole != shape and held.whole[dimension] == full:
+            # It knows its own place.
+            index[dimension] = tuple(range(held.offset[dimension], held.offset[dimension] + length))
+        elif length != full:
+            inside = rule in ("column", "heads", "shared")
+            entries = None
+            if dimension == 1 and place.cp > 1 and tokens is not None:
+                entries = _own_tokens(tokens, length, place)
+            elif dimension == 1 and place.cp == 1 and not inside:
+                entries = _own_tokens(np.arange(full), length, place)
+            if entries is None and inside:
+                entries = _own_columns(full, length, place)
+            if entries is None:
+                return None
+            index[dimension] = entries
+    return tuple(index)
+
+
+def _own_tokens(tokens: Array, length: int, place: Place) -> tuple[int, ...] | None:
+    """The tokens of a rank: those of its share of the sequence, or its own among the tp ranks of these."""
+    if length == len(tokens):
+        return tuple(tokens.tolist())
+    if length * place.tp == len(tokens):
+        return tuple(tokens[place.tp_rank * length :][:length].tolist())
+    return None
+
+
+def _own_columns(full: int, length: int, place: Place) -> tuple[int, ...] | None:
+    """The columns or heads of a rank: one part for each, or several ranks with the same one."""
+    own = part(full, place.tp, place.tp_rank)
+    if own.stop - own.start != length:
+        if full % length:
+            return None
+        heads = full // length
+        first = place.tp_rank * heads // place.tp * length
+        own = slice(first, first + length)
+    return tuple(range(own.start, own.stop))
+
+
+def _tokens_of(expected: StepTrace, trace: StepTrace) -> Array | None:
+    """Which tokens of its sequences a rank of several (cp) has, found by their ids; None where these do not tell."""
+    if trace.place.cp == 1 or not expected.ids or expected.ids.keys() != trace.ids.keys():
+        return None
+    columns, own = [], []
+    for micro_step, ids in expected.ids.items():
+        samples = trace.ids[micro_step]
+        first = trace.place.data_rank * len(samples)
+        columns.append(ids[first : first + len(samples)])
+        own.append(samples)
+    same = (np.concatenate(columns)[:, :, None] == np.concatenate(own)[:, None, :]).all(axis=0)
+    return same.argmax(axis=0) if (same.sum(axis=0) == 1).all() else None
