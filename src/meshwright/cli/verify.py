@@ -1,8 +1,8 @@
 """Prove on this machine's CPU that a model under a strategy computes what one device computes.
 
-Both train for a few steps on random data, with accumulation, clipping and AdamW, side by side on local processes. Losses,
-gradient norms and weights are compared; where they differ, the first module that departs is named. A preset or a
-Hugging Face folder is proved with a small model of the same structure; its weights are not read."""
+Both train for a few steps on random data, with accumulation, clipping and AdamW, side by side on local processes.
+Losses, gradient norms and weights are compared; where they differ, the first module that departs is named. A preset
+or a Hugging Face folder is proved with a small model of the same structure; its weights are not read."""
 
 from __future__ import annotations
 

@@ -174,7 +174,8 @@ class _Search:
         """The module inside the first one which gave this very tensor, if there is one."""
         chosen = calls[0]
         for call in calls[1:]:
-            inside = call.micro_step == chosen.micro_step and call.module.startswith(chosen.module)
+            above = f"{chosen.module}." if chosen.module else ""
+            inside = call.micro_step == chosen.micro_step and call.module.startswith(above)
             if not inside or not np.array_equal(wholes[call].values, wholes[chosen].values):
                 break
             chosen = call
@@ -198,7 +199,8 @@ class _Search:
             if held is None:
                 continue
             index = _index(whole.shape, held, trace.place, self.tokens[rank], rule)
-            if index is None:
+            without_samples = trace.place.dp > 1 and held.values.shape[0] == len(whole)
+            if index is None or (without_samples and kind == "output gradient"):
                 return None
             if summed:
                 sums[index] = sums[index] + held.values if index in sums else held.values
@@ -251,10 +253,11 @@ def _take(whole: Array, index: Index) -> Array:
 def _index(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | None, rule: str) -> Index | None:
     """Which entries of one device's tensor a rank holds; None where that does not follow from its shape."""
     shape = held.values.shape
-    if len(shape) != len(whole) or shape[0] * place.dp != whole[0]:
+    if len(shape) != len(whole) or shape[0] * place.dp != whole[0] != shape[0]:
         return None
     index: list[tuple[int, ...] | None] = [None] * len(whole)
-    if place.dp > 1:
+    # What does not depend on the samples, such as an embedding of positions, is the same on all data ranks.
+    if shape[0] != whole[0]:
         index[0] = tuple(range(place.data_rank * shape[0], (place.data_rank + 1) * shape[0]))
     for dimension in range(1, len(whole)):
         length, full = shape[dimension], whole[dimension]

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ class Call(NamedTuple):
 
     micro_step: int
     module: str
-    index: int
+    turn: int
     """0 unless the module is called several times in one forward pass."""
 
 

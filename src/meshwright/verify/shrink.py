@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.models.count import count_parameters
@@ -97,14 +98,15 @@ def _fewer_ranks(strategy: Strategy) -> Strategy:
         degree = getattr(strategy, key)
         for lower in (n for n in range(2, degree) if degree % n == 0):
             try:
-                strategy = replace(strategy, **{key: lower})
+                changes: dict[str, Any] = {key: lower}
+                strategy = replace(strategy, **changes)
                 break
             except ConfigError:
                 continue
     if strategy.world > MOST_RANKS:
         raise ConfigError(
-            f"'{strategy}' takes {strategy.world} processes even with small degrees, and a proof runs {MOST_RANKS} here; "
-            "prove its parts, with fewer keys at a time"
+            f"'{strategy}' takes {strategy.world} processes even with its smallest degrees, "
+            f"and a proof runs {MOST_RANKS} at most; prove it in parts, with fewer keys at a time"
         )
     return strategy
 
@@ -179,7 +181,7 @@ def _experts(experts: Experts, width: int, tp: int, ep: int) -> Experts:
 def _fitted(strategy: Strategy, full: ModelSpec, small: ModelSpec) -> Strategy:
     """The strategy with what it says of layers and sizes brought down to the small shape."""
     layers = small.num_hidden_layers
-    changes = {}
+    changes: dict[str, Any] = {}
     kind, _, number = strategy.recompute.partition(":")
     if kind == "first":
         part = max(1, int(number) * layers // full.num_hidden_layers)

@@ -1,0 +1,145 @@
+"""`meshwright verify` finds planted mistakes and names the module in which each begins."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.cli.main import main
+from meshwright.launch.local import may_fork
+from meshwright.models import decoder
+from meshwright.models.mixture import Mixture
+from meshwright.parallel import data, parallelize
+from meshwright.parallel.local_optimizer import LocalOptimizer
+from meshwright.parallel.tensor import Axis
+
+Found = dict[str, Any]
+
+
+@pytest.fixture
+def prove(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command here, so that ranks, which are forked, have what a test has planted."""
+    assert may_fork("cpu"), "ranks would not inherit what is planted"
+
+    def run(model: str, strategy: str, *options: str) -> tuple[int, Found]:
+        code = main(["verify", "--model", model, "--parallel", strategy, "--json", "--steps", "2", *options])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def first(found: tuple[int, Found], kind: str) -> Found:
+    code, proof = found
+    assert code == 1
+    assert not proof["equal"]
+    difference = proof["first_difference"]
+    assert difference is not None, proof["verdict"]
+    assert difference["kind"] == kind, proof["verdict"]
+    return difference
+
+
+def test_missing_sum_of_a_row_is_found_in_its_region(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, calls = Axis.leave, []
+
+    def forgetful(self: Axis, x: Tensor) -> Tensor:
+        calls.append(1)
+        # The second sum of a forward pass is that of the first attention.
+        return x if len(calls) % 5 == 2 else leave(self, x)
+
+    monkeypatch.setattr(Axis, "leave", forgetful)
+    difference = first(prove("llama3.2-1b", "dp=1 tp=2 sp=off"), "output")
+    assert difference["name"] == "model.layers.0.self_attn"
+    assert (difference["rule"], difference["after"]) == ("region", "model.layers.0.self_attn.o_proj")
+
+
+def test_wrong_divisor_of_summed_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrap = data.wrap_ddp
+    monkeypatch.setattr(data, "wrap_ddp", lambda model, strategy, mesh, policy, _: wrap(model, strategy, mesh, policy, "sum"))
+    difference = first(prove("qwen2.5-0.5b", "dp=2"), "parameter gradient")
+    assert difference["factor"] == pytest.approx(2.0)
+
+
+def test_wrong_divisor_of_sharded_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, _: None)
+    monkeypatch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, _: None)
+    difference = first(prove("llama3.2-1b", "dp=2 zero=3"), "parameter gradient")
+    assert difference["factor"] == pytest.approx(0.5)
+
+
+def test_positions_of_another_rank_are_found_at_their_embedding(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Axis, "own_tokens", lambda self, x: x.chunk(self.size, dim=1)[self.rank - 1])
+    difference = first(prove("gpt2", "dp=2 zero=1 tp=2"), "output")
+    assert (difference["name"], difference["rule"]) == ("model.embed_positions", "lookup")
+
+
+def test_swapped_rotations_are_found_in_the_first_attention(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    angles = decoder.angles
+
+    def swapped(spec: Any, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
+        if dist.is_initialized() and dist.get_rank() == 1:
+            positions = positions.flip(1)
+        return angles(spec, positions, dtype)
+
+    monkeypatch.setattr(decoder, "angles", swapped)
+    difference = first(prove("qwen3-0.6b", "dp=1 tp=2"), "output")
+    assert difference["name"] == "model.layers.0.self_attn.o_proj"
+    assert difference["after"] == "model.layers.0.self_attn.k_norm"
+
+
+def test_forgotten_sum_of_a_shared_norms_gradient_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Axis, "sum_gradient", lambda self, parameter: parameter)
+    difference = first(prove("qwen3-0.6b", "dp=2 zero=1 tp=2"), "parameter gradient")
+    assert (difference["name"], difference["rule"]) == ("model.layers.1.self_attn.k_norm.weight", "shared")
+
+
+def test_forgotten_sum_of_a_norm_between_regions_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Axis, "sum_gradient_of_tokens", lambda self, parameter: parameter)
+    difference = first(prove("llama3.2-1b", "dp=1 tp=2 recompute=full"), "parameter gradient")
+    assert (difference["name"], difference["rule"]) == ("model.norm.weight", "tokens")
+
+
+def test_missing_sum_going_backward_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Axis, "enter", lambda self, x: x)
+    difference = first(prove("llama3.2-1b", "dp=1 tp=2 sp=off"), "output gradient")
+    assert (difference["name"], difference["after"]) == ("model.norm", "lm_head")
+
+
+def test_wrong_weight_of_an_expert_is_found_in_its_mixture(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Mixture._choose
+
+    def wrong(self: Mixture, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        chosen, weights = choose(self, probabilities)
+        return chosen, weights * 1.1 if dist.is_initialized() and dist.get_rank() == 1 else weights
+
+    monkeypatch.setattr(Mixture, "_choose", wrong)
+    difference = first(prove("mixtral-8x7b", "dp=2 zero=2"), "output")
+    assert (difference["name"], difference["rank"]) == ("model.layers.0.mlp", 1)
+
+
+def test_wrong_norm_of_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from meshwright.parallel import norm
+
+    summed = norm._sum_of_squares
+    monkeypatch.setattr(norm, "_sum_of_squares", lambda where, held, device: summed(None, held, device))
+    first(prove("llama3.2-1b", "dp=2 zero=3"), "gradient norm")
+
+
+def test_lost_update_is_found_in_the_optimizer(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalOptimizer, "_gather", lambda self, *_: None)
+    first(prove("llama3.2-1b", "dp=2 zero=1"), "update")
+
+
+def test_strategy_that_fails_is_not_equal(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a planted failure")
+
+    monkeypatch.setattr(parallelize.tensor, "apply", broken)
+    code, proof = prove("llama3.2-1b", "dp=1 tp=2")
+    assert code == 1
+    assert "a planted failure" in proof["failure"]
+    assert proof["first_difference"] is None
