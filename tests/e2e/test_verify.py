@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.models.hf_config import config_from_spec
 from meshwright.models.presets import preset
 from tests.conftest import CommandLine
@@ -34,6 +35,7 @@ def test_preset_is_equal_and_told_in_words(meshwright: CommandLine) -> None:
     assert "dp=2 zero=1 tp=2: 2 steps on 4 processes" in result.stderr
 
 
+@pytest.mark.slow
 def test_folder_is_equal_and_told_as_json(meshwright: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/config.json").write_text(json.dumps(config_from_spec(preset("qwen2.5-0.5b"))))
@@ -60,6 +62,7 @@ def test_module_of_ones_own_is_equal(meshwright: CommandLine, net: Path) -> None
     assert "net:Net:" in result.stdout
 
 
+@pytest.mark.slow
 def test_wrong_table_is_not_equal_and_the_module_is_named(meshwright: CommandLine, net: Path) -> None:
     # Each rank normalises its own part of what the norm should see whole.
     wrong = net.read_text().replace('"blocks.*.mlp.up": "column"', '"blocks.*.mlp.up": "shared"')
@@ -70,6 +73,7 @@ def test_wrong_table_is_not_equal_and_the_module_is_named(meshwright: CommandLin
     assert "2 times what it should be" in result.stdout
 
 
+@pytest.mark.slow
 def test_module_that_cannot_be_cut_so_fails_under_the_strategy(meshwright: CommandLine, net: Path) -> None:
     net.write_text(net.read_text().replace('"blocks.*.mlp.down": "row"', '"blocks.*.mlp.down": "shared"'))
     result = meshwright("verify", "--model", "net:Net", "--parallel", "dp=1 tp=2", "--steps", 2)
@@ -94,6 +98,7 @@ def loss(model, inputs):
 """
 
 
+@pytest.mark.slow
 def test_inputs_and_loss_of_ones_own(meshwright: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/regression.py").write_text(REGRESSION.format(layer="nn.Dropout(0.5)"))
@@ -102,6 +107,7 @@ def test_inputs_and_loss_of_ones_own(meshwright: CommandLine, tmp_path: Path) ->
     assert "to 0.0001 in float32" in result.stdout
 
 
+@pytest.mark.slow
 def test_layer_that_looks_at_the_whole_batch_is_found(meshwright: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "regression.py").write_text(REGRESSION.format(layer="nn.BatchNorm1d(12)"))
     result = meshwright("verify", "--model", "regression:build", "--parallel", "dp=2", "--steps", 1, "--json")
@@ -124,7 +130,11 @@ def test_layer_that_looks_at_the_whole_batch_is_found(meshwright: CommandLine, t
         ("mine:missing", "dp=2", "mine has no function 'missing'; define one without arguments"),
         ("mine:number", "dp=2", "mine:number gives int, not an nn.Module; return the model"),
         ("mine:needy", "dp=2", "cannot be called without arguments"),
-        ("mine:plain", "dp=2", "mine:plain has no nn.Embedding and so is no language model; define inputs(seed, samples)"),
+        (
+            "mine:plain",
+            "dp=2",
+            "mine:plain has no nn.Embedding and so is no language model; define inputs(seed, samples)",
+        ),
         ("mine:plain", "dp=1 tp=2", "give the class a `tensor_plan`"),
         ("half:build", "dp=2", "half defines inputs and not loss(model, inputs); define both"),
         ("rows:build", "dp=2", "gives '0' with shape (3, 2); its first dimension must be the 8 samples"),
@@ -132,7 +142,12 @@ def test_layer_that_looks_at_the_whole_batch_is_found(meshwright: CommandLine, t
     ],
 )
 def test_bad_input_is_one_sentence(
-    meshwright: CommandLine, tmp_path: Path, model: str, strategy: str, expected: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    strategy: str,
+    expected: str,
 ) -> None:
     start = "import torch\nfrom torch import nn\n"
     functions = "number = lambda: 3\ndef needy(x): ...\ndef plain(): return nn.Linear(2, 2)\n"
@@ -141,13 +156,15 @@ def test_bad_input_is_one_sentence(
     (tmp_path / "half.py").write_text(start + inputs)
     (tmp_path / "rows.py").write_text(start + inputs + "def loss(model, inputs): return model(*inputs).mean()\n")
     (tmp_path / "imports.py").write_text("import nothing_such\n")
-    result = meshwright("verify", "--model", model, "--parallel", strategy)
-    assert result.returncode == 2, result.stdout + result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith("meshwright verify: ")
-    assert expected in result.stderr
+    monkeypatch.chdir(tmp_path)
+    assert main(["verify", "--model", model, "--parallel", strategy]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert message.splitlines()[-1].startswith("meshwright verify: ")
+    assert expected in message
 
 
+@pytest.mark.slow
 def test_module_that_does_not_train_on_one_device_is_told_so(meshwright: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build(): raise RuntimeError('no weights here')\n")
     result = meshwright("verify", "--model", "broken:build", "--parallel", "dp=2")

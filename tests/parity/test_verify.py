@@ -59,11 +59,14 @@ def test_missing_sum_of_a_row_is_found_in_its_region(prove: Any, monkeypatch: py
 
 def test_wrong_divisor_of_summed_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrap = data.wrap_ddp
-    monkeypatch.setattr(data, "wrap_ddp", lambda model, strategy, mesh, policy, _: wrap(model, strategy, mesh, policy, "sum"))
+    monkeypatch.setattr(
+        data, "wrap_ddp", lambda model, strategy, mesh, policy, _: wrap(model, strategy, mesh, policy, "sum")
+    )
     difference = first(prove("qwen2.5-0.5b", "dp=2"), "parameter gradient")
     assert difference["factor"] == pytest.approx(2.0)
 
 
+@pytest.mark.slow
 def test_wrong_divisor_of_sharded_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FSDPModule, "set_gradient_divide_factor", lambda self, _: None)
     monkeypatch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, _: None)
@@ -77,6 +80,7 @@ def test_positions_of_another_rank_are_found_at_their_embedding(prove: Any, monk
     assert (difference["name"], difference["rule"]) == ("model.embed_positions", "lookup")
 
 
+@pytest.mark.slow
 def test_swapped_rotations_are_found_in_the_first_attention(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     angles = decoder.angles
 
@@ -97,12 +101,14 @@ def test_forgotten_sum_of_a_shared_norms_gradient_is_found(prove: Any, monkeypat
     assert (difference["name"], difference["rule"]) == ("model.layers.1.self_attn.k_norm.weight", "shared")
 
 
+@pytest.mark.slow
 def test_forgotten_sum_of_a_norm_between_regions_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Axis, "sum_gradient_of_tokens", lambda self, parameter: parameter)
     difference = first(prove("llama3.2-1b", "dp=1 tp=2 recompute=full"), "parameter gradient")
     assert (difference["name"], difference["rule"]) == ("model.norm.weight", "tokens")
 
 
+@pytest.mark.slow
 def test_missing_sum_going_backward_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Axis, "enter", lambda self, x: x)
     difference = first(prove("llama3.2-1b", "dp=1 tp=2 sp=off"), "output gradient")
@@ -121,6 +127,7 @@ def test_wrong_weight_of_an_expert_is_found_in_its_mixture(prove: Any, monkeypat
     assert (difference["name"], difference["rank"]) == ("model.layers.0.mlp", 1)
 
 
+@pytest.mark.slow
 def test_wrong_norm_of_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from meshwright.parallel import norm
 
@@ -129,11 +136,13 @@ def test_wrong_norm_of_gradients_is_found(prove: Any, monkeypatch: pytest.Monkey
     first(prove("llama3.2-1b", "dp=2 zero=3"), "gradient norm")
 
 
+@pytest.mark.slow
 def test_lost_update_is_found_in_the_optimizer(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalOptimizer, "_gather", lambda self, *_: None)
     first(prove("llama3.2-1b", "dp=2 zero=1"), "update")
 
 
+@pytest.mark.slow
 def test_strategy_that_fails_is_not_equal(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise RuntimeError("a planted failure")

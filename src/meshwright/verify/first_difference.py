@@ -65,7 +65,8 @@ class Difference:
 @dataclass(frozen=True)
 class _Departure:
     relative: float
-    rank: int
+    rank: int | None
+    """None for a sum over ranks."""
     factor: float | None
 
 
@@ -90,13 +91,13 @@ def first_difference(
 
 def unlike(
     expected: dict[str, Part], found: Sequence[dict[str, Part]], floor: float
-) -> Iterator[tuple[str, float, int, float | None]]:
+) -> Iterator[tuple[str, float, int | None, float | None]]:
     """(name, relative difference, rank, factor) of every tensor that is held in parts; differences below `floor` of
     the largest number are relative to that floor."""
     for name, whole in expected.items():
         holders = [(rank, parts[name]) for rank, parts in enumerate(found) if name in parts]
         if not holders:
-            yield name, float("inf"), 0, None
+            yield name, float("inf"), None, None
             continue
         scale = max(_largest([whole.values]), floor)
         worst = max((_unlike(_cut(whole.values, held), held.values, scale, rank) for rank, held in holders), key=_order)
@@ -207,7 +208,7 @@ class _Search:
                 continue
             worst = max(worst, _unlike(_take(whole, index) * factor, held.values, scale * factor, rank), key=_order)
         for index, values in sums.items():
-            worst = max(worst, _unlike(_take(whole, index) * factor, values, scale * factor, 0), key=_order)
+            worst = max(worst, _unlike(_take(whole, index) * factor, values, scale * factor, None), key=_order)
         return worst
 
 
@@ -218,7 +219,7 @@ def _order(departure: _Departure | None) -> float:
     return departure.relative if departure.relative == departure.relative else float("inf")
 
 
-def _unlike(whole: Array, held: Array, scale: float, rank: int) -> _Departure:
+def _unlike(whole: Array, held: Array, scale: float, rank: int | None) -> _Departure:
     if whole.shape != held.shape:
         return _Departure(float("inf"), rank, None)
     if not whole.size:
@@ -226,7 +227,7 @@ def _unlike(whole: Array, held: Array, scale: float, rank: int) -> _Departure:
     relative = float(np.abs(held - whole).max()) / (scale or 1.0)
     square = float((whole * whole).sum())
     factor = float((held * whole).sum()) / square if square else None
-    if factor is not None and not float(np.abs(held - factor * whole).max()) <= 1e-6 * scale:
+    if factor is not None and (abs(factor - 1) < 1e-3 or float(np.abs(held - factor * whole).max()) > 1e-6 * scale):
         factor = None
     return _Departure(relative, rank, factor)
 

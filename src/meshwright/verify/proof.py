@@ -113,24 +113,13 @@ def prove(subject: ModelSpec | str, asked: Strategy, small: Small, *, precision:
         tell(f"one device: {steps} steps")
         (expected,) = _run(pool, _alone(trial))
         tell(f"{strategy}: {steps} steps on {strategy.world} processes")
+        proof = Proof(False, precision, TOLERANCES[precision], strategy.world, [], [], [], count)
         try:
-            found = _run(pool, trial)
+            proof = _compare(trial, expected, _run(pool, trial), count)
+            if not proof.equal:
+                proof = _locate(pool, trial, proof, tell)
         except RankError as error:
-            return Proof(
-                False,
-                precision,
-                TOLERANCES[precision],
-                strategy.world,
-                [],
-                [],
-                [],
-                count,
-                failure=_last_lines(str(error)),
-                seconds=time.monotonic() - started,
-            )
-        proof = _compare(trial, expected, found, count)
-        if not proof.equal:
-            proof = _locate(pool, trial, proof, tell)
+            proof = replace(proof, failure=_last_lines(str(error)))
     return replace(proof, seconds=time.monotonic() - started)
 
 

@@ -17,6 +17,7 @@ from meshwright.models.spec import ModelSpec
 from meshwright.parallel import tensor
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
+from meshwright.training.step import TrainingError
 from meshwright.verify.own_module import OwnLoop, find
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.record import Part, Recorder, StepTrace, held, place_of
@@ -75,6 +76,9 @@ def run_trial(world: World, trial: Trial) -> Record | Refusal:
     warnings.filterwarnings("ignore", module=r"torch\.distributed")
     try:
         return _run(world, trial)
+    except TrainingError:
+        # Numbers that are no longer numbers are a result, and not for the user to change.
+        raise
     except UserError as error:
         return Refusal(str(error))
 
