@@ -31,7 +31,7 @@ def test_preset_is_equal_and_told_in_words(meshwright: CommandLine) -> None:
     assert "heads 16/4" in result.stdout
     assert "dp is left open and taken as 2" in result.stdout
     assert "weights that differ most" in result.stdout
-    assert "equal: the strategy computes what one device computes, to 1e-09 in float64" in result.stdout
+    assert "equal: the strategy computes what one device computes; losses, gradient norms and weights" in result.stdout
     assert "dp=2 zero=1 tp=2: 2 steps on 4 processes" in result.stderr
 
 
@@ -64,13 +64,22 @@ def test_module_of_ones_own_is_equal(meshwright: CommandLine, net: Path) -> None
 
 @pytest.mark.slow
 def test_wrong_table_is_not_equal_and_the_module_is_named(meshwright: CommandLine, net: Path) -> None:
-    # Each rank normalises its own part of what the norm should see whole.
+    # Every rank computes all of it, and the region adds up what they have.
     wrong = net.read_text().replace('"blocks.*.mlp.up": "column"', '"blocks.*.mlp.up": "shared"')
     net.write_text(wrong.replace('"blocks.*.mlp.down": "row"', '"blocks.*.mlp.down": "shared"'))
     result = meshwright("verify", "--model", "net:Net", "--parallel", "dp=1 tp=2", "--steps", 2)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "not equal: the output of blocks.0.mlp is the first that departs" in result.stdout
     assert "2 times what it should be" in result.stdout
+
+
+@pytest.mark.slow
+def test_rule_of_another_place_is_named_by_its_parameter(meshwright: CommandLine, net: Path) -> None:
+    net.write_text(net.read_text().replace('"blocks.*.norm_?": "tokens"', '"blocks.*.norm_?": "shared"'))
+    result = meshwright("verify", "--model", "net:Net", "--parallel", "dp=1 tp=2 sp=off", "--steps", 1)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "the gradient of blocks.2.norm_2.bias departs, in step 1, on rank 0, 2 times what it should" in result.stdout
+    assert "The table says shared" in result.stdout
 
 
 @pytest.mark.slow
@@ -104,7 +113,7 @@ def test_inputs_and_loss_of_ones_own(meshwright: CommandLine, tmp_path: Path) ->
     (tmp_path / "package/regression.py").write_text(REGRESSION.format(layer="nn.Dropout(0.5)"))
     result = meshwright("verify", "--model", "package.regression:build", "--parallel", "dp=2", "--precision", "float32")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "to 0.0001 in float32" in result.stdout
+    assert "losses and gradient norms agree to 0.0001 in float32" in result.stdout
 
 
 @pytest.mark.slow

@@ -64,6 +64,7 @@ def test_wrong_divisor_of_summed_gradients_is_found(prove: Any, monkeypatch: pyt
     )
     difference = first(prove("qwen2.5-0.5b", "dp=2"), "parameter gradient")
     assert difference["factor"] == pytest.approx(2.0)
+    assert difference["everywhere"]
 
 
 @pytest.mark.slow
@@ -72,6 +73,7 @@ def test_wrong_divisor_of_sharded_gradients_is_found(prove: Any, monkeypatch: py
     monkeypatch.setattr(FSDPModule, "set_force_sum_reduction_for_comms", lambda self, _: None)
     difference = first(prove("llama3.2-1b", "dp=2 zero=3"), "parameter gradient")
     assert difference["factor"] == pytest.approx(0.5)
+    assert difference["everywhere"]
 
 
 def test_positions_of_another_rank_are_found_at_their_embedding(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +108,7 @@ def test_forgotten_sum_of_a_norm_between_regions_is_found(prove: Any, monkeypatc
     monkeypatch.setattr(Axis, "sum_gradient_of_tokens", lambda self, parameter: parameter)
     difference = first(prove("llama3.2-1b", "dp=1 tp=2 recompute=full"), "parameter gradient")
     assert (difference["name"], difference["rule"]) == ("model.norm.weight", "tokens")
+    assert not difference["everywhere"]
 
 
 @pytest.mark.slow

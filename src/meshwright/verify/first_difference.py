@@ -12,12 +12,10 @@ A rank holds a part of an output: its samples (dp), its tokens (cp, and between 
 The part is compared with the same part of the whole that one device has. Where each rank holds a summand, the sum is
 compared:
 
-    rule of the module              its output                  the gradient of its output
-    none, region, tokens, lookup,   equal on all tp ranks, or   the same
-    dropout, vocabulary             their tokens
-    column, heads                   a part                      a part; summed over ranks with the same one
-    shared                          a part, or all of it        summed over ranks with the same one
-    row                             a summand                   all of it
+    module                          its output                  the gradient of its output
+    outside of regions, a region    all of it, or its tokens    the same
+    inside: column, heads, shared   a part, or all of it        summed over the ranks that hold the same
+    inside: row                     a summand                   all of it
     head                            a part that knows its place the same
 
 What cannot be made whole is passed over: experts' rows, which are sorted by expert and so lie elsewhere on every split,
@@ -41,7 +39,8 @@ Index = tuple[tuple[int, ...] | None, ...]
 
 SMALLEST = 1e-3
 """What is this much smaller than the largest of its kind counts as if it were not: it may be rounding alone."""
-_PASSED_OVER = ("experts", "in region")
+_CUT = ("column", "heads", "shared")
+"""Rules inside a region under which a rank has a part of the output, or uses it for a part of what follows."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,9 @@ class Difference:
     after: str = ""
     """What was compared just before, and agreed."""
     factor: float | None = None
-    """By what the whole is multiplied, if it is a multiple of what it should be."""
+    """By what it is multiplied, if it is a multiple of what it should be."""
+    everywhere: bool = False
+    """Whether the gradients of all parameters have this factor."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,15 @@ class _Search:
         if not departing:
             return None
         name, relative, rank, factor = departing[-1]
-        factors = [entry[3] for entry in compared if entry[1] < float("inf")]
-        if factor is None or not all(other is not None and abs(other - factor) < 1e-6 for other in factors):
-            # A wrong divisor would be the same for all parameters.
-            factor = None
+        # A wrong divisor is the same for all parameters; those without a gradient tell nothing.
+        factors = [other for *_, other in departing]
+        everywhere = factor is not None and all(other is not None and abs(other - factor) < 1e-6 for other in factors)
+        everywhere = everywhere and all(
+            entry in departing or not _largest([wholes[entry[0]].values]) for entry in compared
+        )
+        rule = self.expected.rules.get(name.rpartition(".")[0], "")
         return Difference(
-            "parameter gradient", name, step, relative, rank=rank, rule=self._rule_of(name), factor=factor
+            "parameter gradient", name, step, relative, rank=rank, rule=rule, factor=factor, everywhere=everywhere
         )
 
     def loss_factor(self, calls: Sequence[Call]) -> float:
@@ -167,9 +171,6 @@ class _Search:
             if None not in departures.values():
                 break
         return 1.0
-
-    def _rule_of(self, parameter: str) -> str:
-        return self.expected.rules.get(parameter.rpartition(".")[0], "")
 
     def _innermost(self, wholes: dict[Call, Part], calls: list[Call]) -> Call:
         """The module inside the first one which gave this very tensor, if there is one."""
@@ -188,18 +189,19 @@ class _Search:
     def _departure(self, kind: Kind, call: Call, floor: float, factor: float) -> _Departure | None:
         """How far the ranks are from one device; None where the whole cannot be had."""
         rule = self.expected.rules.get(call.module, "")
-        if rule in _PASSED_OVER:
+        inside = call.module in self.expected.within
+        if rule == "experts" or (inside and not rule):
             return None
         whole = self._of(self.expected, kind)[call].values
         scale = max(_largest([whole]), floor)
-        summed = rule == "row" if kind == "output" else rule in ("column", "heads", "shared")
+        summed = inside and (rule == "row" if kind == "output" else rule in _CUT)
         sums: dict[Index, Array] = {}
         worst: _Departure | None = None
         for rank, trace in enumerate(self.found):
             held = self._of(trace, kind).get(call)
             if held is None:
                 continue
-            index = _index(whole.shape, held, trace.place, self.tokens[rank], rule)
+            index = _index(whole.shape, held, trace.place, self.tokens[rank], inside and rule in _CUT)
             without_samples = trace.place.dp > 1 and held.values.shape[0] == len(whole)
             if index is None or (without_samples and kind == "output gradient"):
                 return None
@@ -213,10 +215,7 @@ class _Search:
 
 
 def _order(departure: _Departure | None) -> float:
-    """Larger is worse; what is not a number is worst."""
-    if departure is None:
-        return -1.0
-    return departure.relative if departure.relative == departure.relative else float("inf")
+    return -1.0 if departure is None else departure.relative
 
 
 def _unlike(whole: Array, held: Array, scale: float, rank: int | None) -> _Departure:
@@ -225,6 +224,8 @@ def _unlike(whole: Array, held: Array, scale: float, rank: int | None) -> _Depar
     if not whole.size:
         return _Departure(0.0, rank, None)
     relative = float(np.abs(held - whole).max()) / (scale or 1.0)
+    if np.isnan(relative):
+        return _Departure(float("inf"), rank, None)
     square = float((whole * whole).sum())
     factor = float((held * whole).sum()) / square if square else None
     if factor is not None and (abs(factor - 1) < 1e-3 or float(np.abs(held - factor * whole).max()) > 1e-6 * scale):
@@ -251,7 +252,7 @@ def _take(whole: Array, index: Index) -> Array:
     return whole
 
 
-def _index(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | None, rule: str) -> Index | None:
+def _index(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | None, cut: bool) -> Index | None:
     """Which entries of one device's tensor a rank holds; None where that does not follow from its shape."""
     shape = held.values.shape
     if len(shape) != len(whole) or shape[0] * place.dp != whole[0] != shape[0]:
@@ -266,13 +267,12 @@ def _index(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | Non
             # It knows its own place.
             index[dimension] = tuple(range(held.offset[dimension], held.offset[dimension] + length))
         elif length != full:
-            inside = rule in ("column", "heads", "shared")
             entries = None
             if dimension == 1 and place.cp > 1 and tokens is not None:
                 entries = _own_tokens(tokens, length, place)
-            elif dimension == 1 and place.cp == 1 and not inside:
+            elif dimension == 1 and place.cp == 1 and not cut:
                 entries = _own_tokens(np.arange(full), length, place)
-            if entries is None and inside:
+            if entries is None and cut:
                 entries = _own_columns(full, length, place)
             if entries is None:
                 return None

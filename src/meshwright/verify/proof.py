@@ -26,8 +26,8 @@ from meshwright.verify.trial import Record, Refusal, Trial, run_trial, survey
 
 WORST = 5
 """How many parameters are told of."""
-NARROW = ("bf16", "fp16")
-"""Precisions in which losses alone can be compared."""
+_COMPARED = {"float64": "losses, gradient norms and weights", "float32": "losses and gradient norms"}
+"""What is compared; in other precisions losses alone."""
 _LAST_LINES = 12
 
 Tell = Callable[[str], None]
@@ -66,7 +66,9 @@ class Proof:
     def verdict(self) -> str:
         """The result in a sentence or two."""
         if self.equal:
-            return f"equal: the strategy computes what one device computes, to {self.bound:g} in {self.precision}"
+            what = _COMPARED.get(self.precision, "losses")
+            agree = f"{what} agree to {self.bound:g} in {self.precision}"
+            return f"equal: the strategy computes what one device computes; {agree}"
         if self.failure:
             return "not equal: the strategy fails where one device works"
         if self.only_rounding:
@@ -152,7 +154,7 @@ def _compare(trial: Trial, expected: Record, found: Sequence[Record], count: int
     norms = _worst([record.norms for record in found], expected.norms)
     compared = unlike(expected.weights, [record.weights for record in found], floor=1.0)
     parameters = sorted(((name, worst) for name, worst, *_ in compared), key=lambda entry: -entry[1])
-    numbers = [*losses, *([] if trial.precision in NARROW else norms)]
+    numbers = [*losses, *(norms if trial.precision in _COMPARED else [])]
     equal = all(number.difference <= bound for number in numbers)
     if trial.precision == "float64":
         equal = equal and all(worst <= bound for _, worst in parameters)
@@ -233,9 +235,8 @@ def explain(difference: Difference) -> str:
         case "loss":
             what = f"all outputs that can be compared agree and the loss departs, {where}"
         case "parameter gradient":
-            what = f"all outputs and their gradients agree, and the gradient of {name} departs, {where}"
-            if factor is not None:
-                what += f": every gradient is {factor:.4g} times what it should be"
+            what = f"all outputs and their gradients agree, and the gradient of {name} departs, {where}{times}"
+            what += " like all others" if difference.everywhere else ""
         case "gradient norm":
             what = f"all gradients agree and their norm departs, {where}"
         case "update":
@@ -258,10 +259,13 @@ def _hint(difference: Difference) -> str:
             return "Look at what it computes from inputs that agree"
         case "output gradient", _:
             return "Look at the backward pass of what takes this output, and of the sums over ranks there"
-        case "parameter gradient", "shared" | "tokens" | "lookup":
-            return "Every tp rank sees a part of this gradient: look at the sum of them"
-        case "parameter gradient", _ if difference.factor is not None:
+        case "parameter gradient", _ if difference.everywhere:
             return "Look at the number by which gradients are divided when they are summed over data ranks"
+        case "parameter gradient", "shared" | "tokens" | "lookup" as rule:
+            return (
+                f"The table says {rule}: gradients are summed over tp ranks inside a region under shared, "
+                "and between regions, where ranks have their own tokens, under tokens and lookup"
+            )
         case "parameter gradient", _:
             return "Look at how the ranks' parts of this gradient are summed, over tp and over data ranks"
         case "loss", _:

@@ -64,7 +64,9 @@ class StepTrace:
     parameter_gradients: dict[str, Part] = field(default_factory=dict)
     """After all sums over ranks, before clipping."""
     rules: dict[str, str] = field(default_factory=dict)
-    """What the model's table says of each module: a word; `in region` for what it does not name inside a region."""
+    """The word of the model's table for each module; none where it has no row."""
+    within: frozenset[str] = frozenset()
+    """The modules inside a region."""
 
 
 class Recorder:
@@ -75,7 +77,8 @@ class Recorder:
         self._inside = False
         self._micro_step = -1
         self._calls: Counter[str] = Counter()
-        self._trace = StepTrace(rules=rules_of(model))
+        rules = rules_of(model)
+        self._trace = StepTrace(rules=rules, within=frozenset(name for name in rules if _is_within(name, rules)))
         model.register_forward_pre_hook(self._begin)
         for name, module in model.named_modules():
             module.register_forward_hook(self._end(name))
@@ -127,13 +130,13 @@ class Recorder:
 def rules_of(model: nn.Module) -> dict[str, str]:
     """The word of the model's table for each of its modules."""
     plan = getattr(model, "tensor_plan", None) or {}
-    rules: dict[str, str] = {}
-    for name, _ in model.named_modules():
-        rule = rule_of(plan, name)
-        above = name.split(".")
-        within = any(rules.get(".".join(above[:depth])) == "region" for depth in range(1, len(above)))
-        rules[name] = rule.word if rule is not None else "in region" if within else ""
-    return rules
+    found = {name: rule_of(plan, name) for name, _ in model.named_modules()}
+    return {name: rule.word if rule is not None else "" for name, rule in found.items()}
+
+
+def _is_within(name: str, rules: dict[str, str]) -> bool:
+    above = name.split(".")
+    return any(rules.get(".".join(above[:depth])) == "region" for depth in range(1, len(above)))
 
 
 def held(model: nn.Module) -> dict[str, Part]:
