@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ from meshwright.models.mixture import Mixture
 from meshwright.parallel import data, parallelize
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.tensor import Axis
+from meshwright.strategy import Strategy
+from meshwright.verify.first_difference import Kind, Search
+from meshwright.verify.pool import RankPool
+from meshwright.verify.shrink import asked_strategy
+from meshwright.verify.trial import Trial, run_trial
+from tests.parity.conftest import SPECS
 
 Found = dict[str, Any]
 
@@ -155,3 +162,37 @@ def test_strategy_that_fails_is_not_equal(prove: Any, monkeypatch: pytest.Monkey
     assert code == 1
     assert "a planted failure" in proof["failure"]
     assert proof["first_difference"] is None
+
+
+EQUAL = [
+    ("gqa", "dp=2", set()),
+    ("tied", "dp=2 zero=1 recompute=full", set()),
+    ("gqa", "dp=4 zero=3 replicate=2", set()),
+    ("few-kv", "dp=1 tp=2", set()),
+    ("few-kv", "dp=2 zero=2 tp=2 sp=off recompute=selective", set()),
+    ("gpt", "dp=2 zero=1 tp=2", {"model.embed_positions"}),
+    ("gpt", "dp=1 tp=4", set()),
+    ("experts", "dp=2 zero=3 tp=2", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
+    ("experts", "dp=2 recompute=first:1", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "text", "passed_over"), EQUAL)
+def test_every_module_of_an_equal_step_agrees(shape: str, text: str, passed_over: set[str], pool: RankPool) -> None:
+    strategy = asked_strategy(text)[0]
+    trial = Trial(SPECS[shape], strategy, "float64", 2, 8, 2, 16, trace_step=1)
+    (one,) = pool.run(run_trial, 1, replace(trial, strategy=Strategy()))
+    expected, found = one.trace, [record.trace for record in pool.run(run_trial, strategy.world, trial)]
+    search = Search(expected, found, 1e-9)
+    calls = list(expected.outputs)
+    assert {call.micro_step for call in calls} == {0, 1}
+    assert search.parameters(1) is None
+    assert search.outputs(1, "output", calls, 1.0) is None
+    backward = [call for call in reversed(calls) if call in expected.gradients]
+    assert len(backward) == len(calls)
+    factor = search.loss_factor(backward)
+    assert search.outputs(1, "output gradient", backward, factor) is None
+    kinds: tuple[Kind, ...] = ("output", "output gradient")
+    missed = {call.module for call in calls for kind in kinds if search.departure(kind, call, 1.0, factor) is None}
+    assert missed == passed_over

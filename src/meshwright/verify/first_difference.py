@@ -75,7 +75,7 @@ def first_difference(
     step: int, expected: StepTrace, found: Sequence[StepTrace], bound: float, *, loss_departs: bool
 ) -> Difference | None:
     """Where the outputs or gradients of a step first depart; None where all that can be compared agrees."""
-    search = _Search(expected, found, bound)
+    search = Search(expected, found, bound)
     if loss_departs:
         calls = list(expected.outputs)
         difference = search.outputs(step, "output", calls, 1.0)
@@ -105,7 +105,9 @@ def unlike(
         yield name, worst.relative, worst.rank, worst.factor
 
 
-class _Search:
+class Search:
+    """Compares what ranks recorded of a step with what one device recorded of it."""
+
     def __init__(self, expected: StepTrace, found: Sequence[StepTrace], bound: float) -> None:
         self.expected = expected
         self.found = found
@@ -119,7 +121,7 @@ class _Search:
         floor = SMALLEST * _largest([wholes[call].values for call in calls])
         agreed = ""
         for place, call in enumerate(calls):
-            departure = self._departure(kind, call, floor, factor)
+            departure = self.departure(kind, call, floor, factor)
             if departure is None:
                 continue
             if not departure.relative <= self.bound:
@@ -164,7 +166,7 @@ class _Search:
         """By what gradients are multiplied before the sum over data ranks: dp, where that sum is an average."""
         dp = self.found[0].place.dp
         for call in calls:
-            departures = {factor: self._departure("output gradient", call, 0.0, factor) for factor in (1.0, float(dp))}
+            departures = {factor: self.departure("output gradient", call, 0.0, factor) for factor in (1.0, float(dp))}
             for factor, departure in departures.items():
                 if departure is not None and departure.relative <= self.bound:
                     return factor
@@ -186,7 +188,7 @@ class _Search:
     def _of(self, trace: StepTrace, kind: Kind) -> dict[Call, Part]:
         return trace.outputs if kind == "output" else trace.gradients
 
-    def _departure(self, kind: Kind, call: Call, floor: float, factor: float) -> _Departure | None:
+    def departure(self, kind: Kind, call: Call, floor: float, factor: float) -> _Departure | None:
         """How far the ranks are from one device; None where the whole cannot be had."""
         rule = self.expected.rules.get(call.module, "")
         inside = call.module in self.expected.within
