@@ -13,13 +13,14 @@ from meshwright.models.hf_config import config_from_spec
 from meshwright.models.presets import preset
 from tests.conftest import CommandLine
 
-STRATEGIES = (Path(__file__).parents[2] / "docs/strategies.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
 def net(tmp_path: Path) -> Path:
     """The module of docs/strategies.md, as a file in the current folder."""
-    (source,) = [code for code in re.findall(r"```python\n(.*?)```", STRATEGIES, re.DOTALL) if "class Net" in code]
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "strategies.md").read_text(), re.DOTALL)
+    (source,) = [code for code in blocks if "class Net" in code]
     (tmp_path / "net.py").write_text(source)
     return tmp_path / "net.py"
 
@@ -91,26 +92,16 @@ def test_module_that_cannot_be_cut_so_fails_under_the_strategy(meshwright: Comma
     assert "shapes cannot be multiplied" in result.stdout
 
 
-REGRESSION = """
-import torch
-from torch import nn
-
-def build():
-    return nn.Sequential(nn.Linear(6, 12), {layer}, nn.Tanh(), nn.Linear(12, 1))
-
-def inputs(seed, samples):
-    draw = torch.Generator().manual_seed(seed)
-    return {{"x": torch.randn(samples, 6, generator=draw), "y": torch.randn(samples, 1, generator=draw)}}
-
-def loss(model, inputs):
-    return nn.functional.mse_loss(model(inputs["x"]), inputs["y"])
-"""
+def regression(path: Path, layer: str) -> None:
+    """The module of docs/verify.md, with one more layer."""
+    (source,) = re.findall(r"```python\n(.*?)```", (DOCS / "verify.md").read_text(), re.DOTALL)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source.replace("nn.Tanh()", f"{layer}, nn.Tanh()"))
 
 
 @pytest.mark.slow
 def test_inputs_and_loss_of_ones_own(meshwright: CommandLine, tmp_path: Path) -> None:
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/regression.py").write_text(REGRESSION.format(layer="nn.Dropout(0.5)"))
+    regression(tmp_path / "package/regression.py", "nn.Dropout(0.5)")
     result = meshwright("verify", "--model", "package.regression:build", "--parallel", "dp=2", "--precision", "float32")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "losses and gradient norms agree to 0.0001 in float32" in result.stdout
@@ -118,7 +109,7 @@ def test_inputs_and_loss_of_ones_own(meshwright: CommandLine, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_layer_that_looks_at_the_whole_batch_is_found(meshwright: CommandLine, tmp_path: Path) -> None:
-    (tmp_path / "regression.py").write_text(REGRESSION.format(layer="nn.BatchNorm1d(12)"))
+    regression(tmp_path / "regression.py", "nn.BatchNorm1d(12)")
     result = meshwright("verify", "--model", "regression:build", "--parallel", "dp=2", "--steps", 1, "--json")
     assert result.returncode == 1, result.stdout + result.stderr
     difference = json.loads(result.stdout)["first_difference"]

@@ -123,10 +123,12 @@ def _progress() -> Iterator[Tell]:
     if not sys.stderr.isatty():
         yield lambda text: print(text, file=sys.stderr, flush=True)
         return
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield status.update
+    # No spinner: it would be a thread, and ranks are forked.
+    start_of_line = "\r\x1b[2K"
+    try:
+        yield lambda text: print(f"{start_of_line}{text} ...", end="", file=sys.stderr, flush=True)
+    finally:
+        print(start_of_line, end="", file=sys.stderr, flush=True)
 
 
 def _print(model: str, small: Small, notes: tuple[str, ...], proof: Proof) -> None:
