@@ -20,6 +20,7 @@ from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.tensor import Axis
 from meshwright.strategy import Strategy
 from meshwright.verify.first_difference import Kind, Search
+from meshwright.verify.parity import TOLERANCES
 from meshwright.verify.pool import RankPool
 from meshwright.verify.shrink import asked_strategy
 from meshwright.verify.trial import Trial, run_trial
@@ -150,6 +151,42 @@ def test_wrong_norm_of_gradients_is_found(prove: Any, monkeypatch: pytest.Monkey
 def test_lost_update_is_found_in_the_optimizer(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalOptimizer, "_gather", lambda self, *_: None)
     first(prove("llama3.2-1b", "dp=2 zero=1"), "update")
+
+
+@pytest.mark.slow
+def test_mistake_of_the_second_step_is_found_there(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = LocalOptimizer._gather
+
+    def second_lost(self: Any, bucket: Any) -> None:
+        self.gathered = getattr(self, "gathered", 0) + 1
+        if self.gathered != 2:
+            gather(self, bucket)
+
+    monkeypatch.setattr(LocalOptimizer, "_gather", second_lost)
+    assert first(prove("llama3.2-1b", "dp=2 zero=1", "--steps", "3"), "update")["step"] == 2
+
+
+@pytest.mark.slow
+def test_result_that_changes_from_run_to_run_is_told(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave, calls = Axis.leave, []
+
+    def once_wrong(self: Axis, x: Tensor) -> Tensor:
+        calls.append(1)
+        return leave(self, x) * (1.5 if len(calls) == 1 else 1.0)
+
+    monkeypatch.setattr(Axis, "leave", once_wrong)
+    code, proof = prove("llama3.2-1b", "dp=1 tp=2")
+    assert code == 1
+    assert "changes from run to run" in proof["verdict"]
+
+
+@pytest.mark.slow
+def test_rounding_is_told_from_a_mistake(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TOLERANCES, "float32", 1e-12)
+    code, proof = prove("llama3.2-1b", "dp=1 tp=2", "--precision", "float32")
+    assert code == 1
+    assert "not equal in float32, equal in float64" in proof["verdict"]
+    assert proof["first_difference"] is None
 
 
 @pytest.mark.slow

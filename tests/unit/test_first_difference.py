@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from meshwright.verify.first_difference import Difference, first_difference
+from meshwright.verify.first_difference import Difference, first_difference, unlike
 from meshwright.verify.record import Array, Call, Part, Place, StepTrace
 
 SAMPLES, TOKENS, WIDTH = 4, 8, 6
@@ -115,3 +115,17 @@ def test_parameter_on_no_rank_is_found() -> None:
     difference = search(expected, found)
     assert difference is not None
     assert (difference.kind, difference.name) == ("parameter gradient", "layer.weight")
+
+
+def test_parameters_of_different_ranks_are_compared_as_one_model() -> None:
+    """As on the stages of a pipeline, and in parts that know their place."""
+    first, last = np.arange(6.0).reshape(3, 2), np.ones((2, 2))
+    expected = {"first": part_of(first), "last": part_of(last)}
+    found = [
+        {"first": Part(first[:2], (0, 0), (3, 2))},
+        {"first": Part(first[2:], (2, 0), (3, 2))},
+        {"last": part_of(last)},
+    ]
+    assert [(name, worst) for name, worst, *_ in unlike(expected, found, 1.0)] == [("first", 0.0), ("last", 0.0)]
+    found[2]["last"].values[0, 0] += 0.5
+    assert [entry[:3] for entry in unlike(expected, found, 1.0)][1] == ("last", 0.5, 2)

@@ -30,12 +30,10 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.cuts import part
-from meshwright.verify.record import Array, Call, Part, Place, StepTrace
+from meshwright.verify.layout import Index, cut, index_of, take, tokens_of
+from meshwright.verify.record import Array, Call, Part, StepTrace
 
 Kind = Literal["output", "output gradient", "loss", "parameter gradient", "gradient norm", "update"]
-Index = tuple[tuple[int, ...] | None, ...]
-"""Which entries of each dimension; None for all of them."""
 
 SMALLEST = 1e-3
 """What is this much smaller than the largest of its kind counts as if it were not: it may be rounding alone."""
@@ -101,7 +99,7 @@ def unlike(
             yield name, float("inf"), None, None
             continue
         scale = max(_largest([whole.values]), floor)
-        worst = max((_unlike(_cut(whole.values, held), held.values, scale, rank) for rank, held in holders), key=_order)
+        worst = max((_unlike(cut(whole.values, held), held.values, scale, rank) for rank, held in holders), key=_order)
         yield name, worst.relative, worst.rank, worst.factor
 
 
@@ -112,7 +110,7 @@ class Search:
         self.expected = expected
         self.found = found
         self.bound = bound
-        self.tokens = [_tokens_of(expected, trace) for trace in found]
+        self.tokens = [tokens_of(expected, trace) for trace in found]
 
     def outputs(self, step: int, kind: Kind, calls: Iterable[Call], factor: float) -> Difference | None:
         """The first of some calls whose output, or its gradient, departs."""
@@ -203,16 +201,16 @@ class Search:
             held = self._of(trace, kind).get(call)
             if held is None:
                 continue
-            index = _index(whole.shape, held, trace.place, self.tokens[rank], inside and rule in _CUT)
+            index = index_of(whole.shape, held, trace.place, self.tokens[rank], inside and rule in _CUT)
             without_samples = trace.place.dp > 1 and held.values.shape[0] == len(whole)
             if index is None or (without_samples and kind == "output gradient"):
                 return None
             if summed:
                 sums[index] = sums[index] + held.values if index in sums else held.values
                 continue
-            worst = max(worst, _unlike(_take(whole, index) * factor, held.values, scale * factor, rank), key=_order)
+            worst = max(worst, _unlike(take(whole, index) * factor, held.values, scale * factor, rank), key=_order)
         for index, values in sums.items():
-            worst = max(worst, _unlike(_take(whole, index) * factor, values, scale * factor, None), key=_order)
+            worst = max(worst, _unlike(take(whole, index) * factor, values, scale * factor, None), key=_order)
         return worst
 
 
@@ -237,81 +235,3 @@ def _unlike(whole: Array, held: Array, scale: float, rank: int | None) -> _Depar
 
 def _largest(values: Iterable[Array]) -> float:
     return max((float(np.abs(value).max()) for value in values if value.size), default=0.0)
-
-
-def _cut(whole: Array, held: Part) -> Array:
-    """The part of a whole that lies where some part lies."""
-    if whole.shape != held.whole:
-        return np.empty(0)
-    places = zip(held.offset, held.values.shape, strict=True)
-    return whole[tuple(slice(first, first + length) for first, length in places)]
-
-
-def _take(whole: Array, index: Index) -> Array:
-    for dimension, entries in enumerate(index):
-        if entries is not None:
-            whole = np.take(whole, entries, axis=dimension)
-    return whole
-
-
-def _index(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | None, cut: bool) -> Index | None:
-    """Which entries of one device's tensor a rank holds; None where that does not follow from its shape."""
-    shape = held.values.shape
-    if len(shape) != len(whole) or shape[0] * place.dp != whole[0] != shape[0]:
-        return None
-    index: list[tuple[int, ...] | None] = [None] * len(whole)
-    # What does not depend on the samples, such as an embedding of positions, is the same on all data ranks.
-    if shape[0] != whole[0]:
-        index[0] = tuple(range(place.data_rank * shape[0], (place.data_rank + 1) * shape[0]))
-    for dimension in range(1, len(whole)):
-        length, full = shape[dimension], whole[dimension]
-        if held.whole != shape and held.whole[dimension] == full:
-            # It knows its own place.
-            index[dimension] = tuple(range(held.offset[dimension], held.offset[dimension] + length))
-        elif length != full:
-            entries = None
-            if dimension == 1 and place.cp > 1 and tokens is not None:
-                entries = _own_tokens(tokens, length, place)
-            elif dimension == 1 and place.cp == 1 and not cut:
-                entries = _own_tokens(np.arange(full), length, place)
-            if entries is None and cut:
-                entries = _own_columns(full, length, place)
-            if entries is None:
-                return None
-            index[dimension] = entries
-    return tuple(index)
-
-
-def _own_tokens(tokens: Array, length: int, place: Place) -> tuple[int, ...] | None:
-    """The tokens of a rank: those of its share of the sequence, or its own among the tp ranks of these."""
-    if length == len(tokens):
-        return tuple(tokens.tolist())
-    if length * place.tp == len(tokens):
-        return tuple(tokens[place.tp_rank * length :][:length].tolist())
-    return None
-
-
-def _own_columns(full: int, length: int, place: Place) -> tuple[int, ...] | None:
-    """The columns or heads of a rank: one part for each, or several ranks with the same one."""
-    own = part(full, place.tp, place.tp_rank)
-    if own.stop - own.start != length:
-        if full % length:
-            return None
-        heads = full // length
-        first = place.tp_rank * heads // place.tp * length
-        own = slice(first, first + length)
-    return tuple(range(own.start, own.stop))
-
-
-def _tokens_of(expected: StepTrace, trace: StepTrace) -> Array | None:
-    """Which tokens of its sequences a rank of several (cp) has, found by their ids; None where these do not tell."""
-    if trace.place.cp == 1 or not expected.ids or expected.ids.keys() != trace.ids.keys():
-        return None
-    columns, own = [], []
-    for micro_step, ids in expected.ids.items():
-        samples = trace.ids[micro_step]
-        first = trace.place.data_rank * len(samples)
-        columns.append(ids[first : first + len(samples)])
-        own.append(samples)
-    same = (np.concatenate(columns)[:, :, None] == np.concatenate(own)[:, None, :]).all(axis=0)
-    return same.argmax(axis=0) if (same.sum(axis=0) == 1).all() else None
