@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,12 +168,17 @@ def test_mistake_of_the_second_step_is_found_there(prove: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_result_that_changes_from_run_to_run_is_told(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    leave, calls = Axis.leave, []
+def test_result_that_changes_from_run_to_run_is_told(
+    prove: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    leave = Axis.leave
 
     def once_wrong(self: Axis, x: Tensor) -> Tensor:
-        calls.append(1)
-        return leave(self, x) * (1.5 if len(calls) == 1 else 1.0)
+        # On disk: the pool may replace its ranks between two runs.
+        mark = tmp_path / str(self.rank)
+        factor = 1.0 if mark.exists() else 1.5
+        mark.touch()
+        return leave(self, x) * factor
 
     monkeypatch.setattr(Axis, "leave", once_wrong)
     code, proof = prove("llama3.2-1b", "dp=1 tp=2")
