@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -131,6 +132,8 @@ def _threads(process: BaseProcess) -> int:
 
 def _serve(pipe: Connection, parent: int, timeout_s: float) -> None:
     """The life of a rank: work, answer, wait for more."""
+    # Ctrl-C is the parent's to answer: it ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     check_collectives()
     while True:

@@ -1,0 +1,205 @@
+"""A strategy and a shape made small enough for this machine, with what matters to a split left as it is. No torch.
+
+Sizes shrink, relations stay: heads to key-value heads and both to the ranks that share them, remainders of what is cut,
+dense and sparse layers, more experts than a token visits, a window shorter than the sequence. Degrees stay too, unless
+there would be more than `MOST_RANKS` processes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+from meshwright.errors import ConfigError
+from meshwright.models.count import count_parameters
+from meshwright.models.spec import Experts, ModelSpec
+from meshwright.strategy import Strategy
+
+MOST_RANKS = 16
+"""Local processes of a proof, at most."""
+_MOST_QUERIES = 8
+"""Query heads for each key-value head, at most, unless the ranks need more."""
+_IN_TURN = ("replicate", "shard", "ep", "replicate", "shard", "pp", "cp", "tp")
+"""The order in which degrees are lowered: copies first; a lower ep lets the copies be fewer again."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """What is run in place of what was asked for, and in which way it differs."""
+
+    strategy: Strategy
+    spec: ModelSpec | None
+    notes: tuple[str, ...]
+
+
+def asked_strategy(text: str) -> tuple[Strategy, tuple[str, ...]]:
+    """The strategy of a short form with as few processes as show what it does, and what was filled in."""
+    world = Strategy.processes(text)
+    if world:
+        return Strategy.parse(text, world), ()
+    refusal: ConfigError | None = None
+    found: list[Strategy] = []
+    for factor in (1, 2, 4, 8, MOST_RANKS):
+        try:
+            found.append(Strategy.parse(text, factor * Strategy.fewest_processes(text)))
+        except ConfigError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    # One process shows nothing, and shards of one rank show nothing.
+    telling = [strategy for strategy in found if strategy.world > 1 and not (strategy.zero and strategy.shard == 1)]
+    chosen = (telling or found)[0]
+    return chosen, (f"dp is left open and taken as {chosen.dp}",)
+
+
+def shrink(strategy: Strategy, spec: ModelSpec | None) -> Small:
+    """What to run here for a strategy that the full shape can take; a module that is no decoder has no shape."""
+    notes = []
+    fewer = _fewer_ranks(strategy)
+    for key in ("dp", "ep", "pp", "cp", "tp"):
+        before, after = getattr(strategy, key), getattr(fewer, key)
+        if before != after:
+            notes.append(f"{key}={before} is proved as {key}={after}")
+    if spec is None:
+        return Small(fewer, None, tuple(notes))
+    small = small_spec(spec, fewer)
+    fitted = _fitted(fewer, spec, small)
+    for key in ("recompute", "wrap"):
+        before, after = getattr(strategy, key), getattr(fitted, key)
+        if before != after:
+            notes.append(f"{key}={before} is proved as {key}={after}")
+    fitted.check(small, fitted.world, tokens_of(fitted))
+    return Small(fitted, small, tuple(notes))
+
+
+def tokens_of(strategy: Strategy) -> int:
+    """A short sequence that the strategy can deal out."""
+    unit = 2 * strategy.tp * strategy.cp
+    return _multiple(16, unit)
+
+
+def micro_steps_of(strategy: Strategy) -> int:
+    """Accumulation, and enough micro-batches to fill a pipeline."""
+    return max(2, 2 * strategy.pp if strategy.pp > 1 else 2)
+
+
+def samples_of(strategy: Strategy) -> int:
+    """Samples of a step: a few in every micro-step, the same number for every data-parallel rank."""
+    return micro_steps_of(strategy) * strategy.dp * max(1, 4 // strategy.dp)
+
+
+def _fewer_ranks(strategy: Strategy) -> Strategy:
+    for key in _IN_TURN:
+        if strategy.world <= MOST_RANKS:
+            break
+        degree = getattr(strategy, key)
+        for lower in (n for n in range(2, degree) if degree % n == 0):
+            try:
+                changes: dict[str, Any] = {key: lower}
+                strategy = replace(strategy, **changes)
+                break
+            except ConfigError:
+                continue
+    if strategy.world > MOST_RANKS:
+        raise ConfigError(
+            f"'{strategy}' takes {strategy.world} processes even with its smallest degrees, "
+            f"and a proof runs {MOST_RANKS} at most; prove it in parts, with fewer keys at a time"
+        )
+    return strategy
+
+
+def small_spec(spec: ModelSpec, strategy: Strategy) -> ModelSpec:
+    """A small shape that the strategy cuts in the same way as the full one."""
+    tp, pieces = strategy.tp, strategy.tp * strategy.shard
+    heads, kv_heads = _heads(spec, strategy)
+    head_dim = min(spec.head_dim, 8 if heads <= 16 else 4)
+    width = heads * head_dim
+    if spec.num_attention_heads * spec.head_dim != spec.hidden_size:
+        width = min(
+            spec.hidden_size, _multiple(width * spec.hidden_size // (spec.num_attention_heads * spec.head_dim), 4)
+        )
+        width += 4 * (width == heads * head_dim)
+    tokens = tokens_of(strategy)
+    changes = {
+        "vocab_size": _same_remainder(spec.vocab_size, 96, pieces),
+        "hidden_size": width,
+        "intermediate_size": _same_remainder(spec.intermediate_size, 2 * width, pieces),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "num_hidden_layers": _layers(spec, strategy),
+        "max_position_embeddings": min(spec.max_position_embeddings, 2 * tokens),
+        "sliding_window": spec.sliding_window and min(spec.sliding_window, tokens // 2 - 1),
+        # As strong as in the full model, so that every part of it matters.
+        "initializer_range": spec.initializer_range * math.sqrt(spec.hidden_size / width),
+        "experts": spec.experts and _experts(spec.experts, width, tp, strategy.ep),
+    }
+    return ModelSpec.model_validate(spec.model_dump() | {"experts": None} | changes)
+
+
+def _heads(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
+    """Query and key-value heads: as many of the latter for a rank as in the full model, two being as good as more."""
+    ways = strategy.tp * (strategy.cp if strategy.cp_method == "ulysses" else 1)
+    all_heads, all_kv = spec.num_attention_heads, spec.num_key_value_heads
+    kv_heads = min(all_kv, 2 * ways if all_kv % (2 * ways) == 0 else ways)
+    if kv_heads % ways and ways % kv_heads:
+        kv_heads = all_kv
+    queries = all_heads // all_kv
+    legal = [
+        n for n in range(1, queries + 1) if queries % n == 0 and kv_heads * n % ways == 0 and (n > 1 or queries == 1)
+    ]
+    fitting = [n for n in legal if n <= _MOST_QUERIES] or legal[:1] or [queries]
+    return kv_heads * fitting[-1], kv_heads
+
+
+def _layers(spec: ModelSpec, strategy: Strategy) -> int:
+    """At least two, a layer of every kind, and as many as the stages need, with the same remainder."""
+    kind, _, number = strategy.schedule.partition(":")
+    stages = strategy.pp * {"interleaved": int(number or 1), "zbv": 2}.get(kind, 1) if strategy.pp > 1 else 1
+    least = 2
+    if spec.experts is not None:
+        least = max(least, min(spec.experts.first_k_dense_replace, 1) + min(spec.experts.decoder_sparse_step, 2))
+    return min(spec.num_hidden_layers, _multiple(least, stages) + spec.num_hidden_layers % stages)
+
+
+def _experts(experts: Experts, width: int, tp: int, ep: int) -> Experts:
+    count = _multiple(max(4, experts.num_experts_per_tok + 2), ep)
+    return experts.model_copy(
+        update={
+            "num_experts": min(experts.num_experts, count),
+            "moe_intermediate_size": _same_remainder(experts.moe_intermediate_size, width, tp),
+            "num_shared_experts": min(experts.num_shared_experts, 2),
+            "first_k_dense_replace": min(experts.first_k_dense_replace, 1),
+            "decoder_sparse_step": min(experts.decoder_sparse_step, 2),
+        }
+    )
+
+
+def _fitted(strategy: Strategy, full: ModelSpec, small: ModelSpec) -> Strategy:
+    """The strategy with what it says of layers and sizes brought down to the small shape."""
+    layers = small.num_hidden_layers
+    changes: dict[str, Any] = {}
+    kind, _, number = strategy.recompute.partition(":")
+    if kind == "first":
+        part = max(1, int(number) * layers // full.num_hidden_layers)
+        changes["recompute"] = f"first:{part}"
+    kind, _, argument = strategy.wrap.partition(":")
+    if kind == "size":
+        share = count_parameters(small).total / count_parameters(full).total
+        changes["wrap"] = f"size:{max(1, int(int(argument) * share))}"
+    if kind == "name":
+        changes["wrap"] = "name:" + re.sub(r"\b\d+\b", lambda index: str(int(index[0]) % layers), argument)
+    return replace(strategy, **changes)
+
+
+def _same_remainder(size: int, about: int, pieces: int) -> int:
+    """A size near `about`, or the size itself if that is smaller, which leaves the same remainder when it is cut."""
+    # With at least as many rows in a part as there are parts, no part is empty.
+    return min(size, _multiple(max(about, pieces * pieces), pieces) + size % pieces)
+
+
+def _multiple(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
