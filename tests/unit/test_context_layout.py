@@ -7,6 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.context_layout import ContextLayout
+from meshwright.estimate.state import state_bytes
+from meshwright.estimate.traffic import Work, step_traffic
+from meshwright.models.presets import preset
+from meshwright.strategy import Strategy
 
 LAYOUTS = st.builds(ContextLayout, st.integers(1, 6), st.integers(1, 4))
 
@@ -46,3 +50,13 @@ def test_places_of_a_ring_have_the_same_causal_work(length: int) -> None:
     layout = ContextLayout(4, 1)
     work = [sum(position + 1 for position in layout.place_positions(length, place)) for place in range(4)]
     assert max(work) <= 1.05 * sum(work) / len(work)
+
+
+def test_closed_forms_say_that_they_do_not_know_split_sequences() -> None:
+    strategy = Strategy.parse("cp=2", 2)
+    for estimate in (
+        lambda: state_bytes(preset("tiny"), strategy),
+        lambda: step_traffic(preset("tiny"), strategy, Work(1, 1, 16)),
+    ):
+        with pytest.raises(ValueError, match="closed forms know no cp yet"):
+            estimate()

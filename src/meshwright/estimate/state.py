@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.cuts import longest_part, part_length
-from meshwright.estimate.units import Unit, units_of
+from meshwright.estimate.units import Unit, check_known, units_of
 from meshwright.models.spec import ModelSpec
 from meshwright.strategy import Strategy
 
@@ -50,6 +50,7 @@ def state_bytes(
     computed: int | None = None,
 ) -> StateBytes:
     """The state of the rank at that place; `stored` and `computed` are bytes per element, float32 unless told."""
+    check_known(strategy)
     layers, root = units_of(spec, strategy, tp_rank)
     blocks, rest = [[_shards(unit, strategy.shard, shard_rank) for unit in kind] for kind in (layers, [root])]
     held = [one for unit in (*blocks, *rest) for one in unit.values()]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.cuts import buckets_of, longest_part, part_length
-from meshwright.estimate.units import rule_for, units_of
+from meshwright.estimate.units import check_known, rule_for, units_of
 from meshwright.models.shapes import Shape, shapes_of
 from meshwright.models.spec import ModelSpec
 from meshwright.models.tensor_plan import cut_dimension, tensor_plan
@@ -52,6 +52,7 @@ class Traffic:
 
 def step_traffic(spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int = 0) -> Traffic:
     """The collectives in which a rank takes part in one step (not its first two, when DDP arranges its buckets)."""
+    check_known(strategy)
     traffic = Traffic(Counter(), Counter())
     if strategy.world == 1:
         return traffic

@@ -14,6 +14,12 @@ Unit = dict[str, Shape]
 """Names of parameters and the shapes of this rank's parts, before they are sharded."""
 
 
+def check_known(strategy: Strategy) -> None:
+    """Raise a ValueError for what the closed forms do not know yet."""
+    if strategy.cp > 1:
+        raise ValueError(f"closed forms know no cp yet, and this strategy is '{strategy}'")
+
+
 def units_of(spec: ModelSpec, strategy: Strategy, tp_rank: int) -> tuple[list[Unit], Unit]:
     """The units of layers in order, and the root: what is in none of them."""
     if strategy.wrap not in ("auto", "block"):
