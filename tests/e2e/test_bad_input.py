@@ -53,7 +53,7 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
         ("model.spec.vocab_size=100", "token id"),
         ("parallel.strategy=dp=3", "needs 3 processes and there are 2"),
         ("parallel.strategy=tp=3", "tp=3 does not divide 2 processes; tp can be 1, 2"),
-        ("parallel.strategy=pp=2", "pp=2: this version cannot run it; leave pp out"),
+        ("parallel.strategy=pp=2 schedule=interleaved:9", "18 stages and the model 2 layers; pp can be at most 1"),
         ("model.from_hf=nowhere", "exclude each other"),
         ("data.tokenizer=nowhere.json", "nowhere.json"),
         ("run.device=cuda", "no GPU"),

@@ -119,8 +119,8 @@ def test_what_a_model_cannot_take_is_refused_before_a_process_group_is_made() ->
     assert "tp=4 does not divide 6 processes" in refused_before_a_group(6, decoder, "tp=4")
     decoder.model.extra = nn.Parameter(torch.zeros(3))
     assert "covers the parameter model.extra" in refused_before_a_group(2, decoder, "tp=2")
-    for strategy in ("pp=2", "dp=2 ep=2"):
-        assert "this version cannot run it" in refused_before_a_group(2, Foreign(), strategy)
+    assert "does not know how to cut Foreign" in refused_before_a_group(2, Foreign(), "pp=2")
+    assert "Foreign has none; leave ep out" in refused_before_a_group(2, Foreign(), "dp=2 ep=2")
     assert "needs dp or cp of at least 2" in refused_before_a_group(2, Foreign(), "dp=2 offload=parameters")
     assert "has no module 'nowhere'" in refused_before_a_group(2, Foreign(), "zero=3 wrap=name:nowhere")
 

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.config import RunConfig, load_config
+from meshwright.data.prepare import prepare
 from meshwright.errors import UserError
 from meshwright.launch.local import RankError, run_ranks
 from meshwright.models.hf import save_hf
@@ -106,6 +107,19 @@ def test_run_on_ranks_gives_what_a_run_on_one_process_gives(case: str, strategy:
 
 def test_two_ranks_give_what_one_process_gives(run: Run) -> None:
     assert_same_run(run("one", 1), run("many", 2))
+
+
+@pytest.mark.slow
+def test_split_sequences_of_several_documents_give_what_one_process_gives(run: Run, tmp_path: Path) -> None:
+    for number in range(400):
+        (tmp_path / f"{number}.txt").write_text(f"document {number} is short. " * (1 + number % 3))
+    prepare([tmp_path], tmp_path / "packed", "bytes", workers=1)
+    settings = [f"data.path={tmp_path / 'packed'}", "data.sequence_length=30", "train.steps=3"]
+    masked = [*settings, "data.mask_documents=true"]
+    one = run("one", 1, *masked)
+    assert_same_run(one, run("many", 4, *masked, "parallel.strategy=dp=2 zero=1 cp=2"))
+    unmasked = run("unmasked", 1, *settings)
+    assert lines(one)[0]["loss"] != lines(unmasked)[0]["loss"]
 
 
 def test_resuming_inside_a_ramp_under_other_strategies_repeats_and_loses_nothing(run: Run) -> None:

@@ -7,6 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.context_layout import ContextLayout
+from meshwright.estimate.traffic import Work, step_traffic
+from meshwright.models.presets import preset
+from meshwright.strategy import Strategy
 
 LAYOUTS = st.builds(ContextLayout, st.integers(1, 6), st.integers(1, 4))
 
@@ -46,3 +49,9 @@ def test_places_of_a_ring_have_the_same_causal_work(length: int) -> None:
     layout = ContextLayout(4, 1)
     work = [sum(position + 1 for position in layout.place_positions(length, place)) for place in range(4)]
     assert max(work) <= 1.05 * sum(work) / len(work)
+
+
+@pytest.mark.parametrize("strategy", ["cp=2", "pp=2", "dp=2 ep=2"])
+def test_closed_forms_of_traffic_say_what_they_do_not_know(strategy: str) -> None:
+    with pytest.raises(ValueError, match="closed forms of traffic know dp, zero and tp"):
+        step_traffic(preset("tiny"), Strategy.parse(strategy, 2), Work(1, 1, 16))
