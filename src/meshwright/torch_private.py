@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Placement, Shard, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
@@ -27,8 +26,8 @@ __all__ = [
     "beside",
     "flash_attention",
     "flatten",
+    "forget_meshes",
     "is_shard",
-    "local_shape_and_offset",
     "parameters_of",
     "reduce_gradients",
     "reduce_scatter",
@@ -38,10 +37,9 @@ __all__ = [
 ]
 
 
-def local_shape_and_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a split tensor, and where it starts in the whole."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(offset)
+def forget_meshes() -> None:
+    """Drop what torch remembers of operations on split tensors: with it come meshes of process groups that are gone."""
+    debug._clear_sharding_prop_cache()
 
 
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:

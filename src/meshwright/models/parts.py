@@ -1,13 +1,21 @@
-"""A whole tensor and this rank's part of it: plain tensors are whole, DTensors are split over a mesh."""
+"""A whole tensor and this rank's part of it: plain tensors are whole, DTensors are split over a mesh.
+
+The axes of a mesh cut one after the other, the last one first: what FSDP shards was cut by tensor parallel before. Each
+cut follows the rule of `cuts.py`, however uneven it comes out; PyTorch's own arithmetic of such placements is right for
+even parts only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from meshwright.torch_private import local_shape_and_offset
+from meshwright.cuts import longest_part, part, part_length
+from meshwright.torch_private import all_gather, is_shard
 
 
 class Box(NamedTuple):
@@ -18,24 +26,60 @@ class Box(NamedTuple):
     whole_shape: tuple[int, ...]
 
 
+class _Cut(NamedTuple):
+    """What one axis of a mesh does to a dimension that the axes after it have left."""
+
+    axis: int
+    dim: int
+    length: int
+    parts: int
+    mine: int
+
+
 def box_of(tensor: Tensor) -> Box:
     """This rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return Box(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
-    _, offset = local_shape_and_offset(tensor)
-    return Box(tensor.to_local(), offset, tuple(tensor.shape))
+    offset = [0] * tensor.ndim
+    for cut in _cuts(tensor):
+        offset[cut.dim] += part(cut.length, cut.parts, cut.mine).start
+    return Box(tensor.to_local(), tuple(offset), tuple(tensor.shape))
+
+
+def _cuts(tensor: DTensor) -> Iterator[_Cut]:
+    """What the axes do, the first cut first."""
+    mesh, lengths = tensor.device_mesh, list(tensor.shape)
+    place = mesh.get_coordinate()
+    assert place is not None
+    for axis in reversed(range(mesh.ndim)):
+        placement = tensor.placements[axis]
+        if is_shard(placement):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            cut = _Cut(axis, dim, lengths[dim], mesh.size(axis), place[axis])
+            lengths[dim] = part_length(cut.length, cut.parts, cut.mine)
+            yield cut
+        elif placement.is_partial():
+            raise ValueError("a tensor that is a sum still to be taken has no parts")
 
 
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; where it is split, all ranks must ask for it together."""
     if not isinstance(tensor, DTensor):
         return tensor
-    # Axis by axis, the outermost first: what it cuts was cut by the inner ones before.
-    placements = list(tensor.placements)
-    for axis in range(len(placements)):
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
-    return tensor.to_local()
+    value = tensor.to_local()
+    for cut in reversed(list(_cuts(tensor))):
+        if cut.parts > 1:
+            value = _join(value.movedim(cut.dim, 0), cut, tensor).movedim(0, cut.dim)
+    return value
+
+
+def _join(rows: Tensor, cut: _Cut, tensor: DTensor) -> Tensor:
+    """The parts of all ranks along an axis after one another; they travel padded to the longest one."""
+    longest = longest_part(cut.length, cut.parts)
+    padded = rows.new_zeros(longest, *rows.shape[1:])
+    padded[: len(rows)] = rows
+    gathered = all_gather(padded, 0, tensor.device_mesh.get_group(cut.axis)).view(cut.parts, *padded.shape)
+    return torch.cat([gathered[index, : part_length(cut.length, cut.parts, index)] for index in range(cut.parts)])
 
 
 def part_like(value: Tensor, target: Tensor) -> Tensor:
@@ -43,10 +87,10 @@ def part_like(value: Tensor, target: Tensor) -> Tensor:
     value = value.to(target.device)
     if not isinstance(target, DTensor):
         return value
-    size, offset = local_shape_and_offset(target)
-    part = value[tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))]
+    local, offset, _ = box_of(target)
+    held = value[tuple(slice(first, first + length) for first, length in zip(offset, local.shape, strict=True))]
     return DTensor.from_local(
-        part.contiguous(),
+        held.contiguous(),
         target.device_mesh,
         target.placements,
         run_check=False,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.torch_releases import Store
+from meshwright.torch_private import forget_meshes
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,4 @@ def join_world(
         yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo")
     finally:
         dist.destroy_process_group()
+        forget_meshes()
