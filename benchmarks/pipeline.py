@@ -54,18 +54,28 @@ class _Sleep(torch.autograd.Function):
         return gradients[0], None, None
 
 
+class SleepyLayer(nn.Module):
+    """Does the sleeping."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self.seconds, self.seconds) * _Sleep.apply(self.weight, 0.0, self.seconds)
+
+
 class Sleeper(nn.Module):
     """A stage that takes its time: forward, to the input, to the weight, as long each."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
         self.embedding = nn.Parameter(torch.ones(1, 1, 4))
-        self.weight = nn.Parameter(torch.ones(4))
+        self.layer = SleepyLayer(seconds)
 
     def forward(self, tokens_BT: Tensor, hidden_BTC: Tensor | None, layers: range) -> Tensor:
-        x = self.embedding if hidden_BTC is None else hidden_BTC
-        return _Sleep.apply(x, self.seconds, self.seconds) * _Sleep.apply(self.weight, 0.0, self.seconds)
+        return self.layer(self.embedding if hidden_BTC is None else hidden_BTC)
 
 
 def asleep(world: World, schedule: str, micro_batches: int, steps: int) -> list[Times]:
@@ -74,7 +84,7 @@ def asleep(world: World, schedule: str, micro_batches: int, steps: int) -> list[
     module = Sleeper(SLEEP * world.size / stages)
     layers = [range(stage, stage + 1) for stage in range(stages)]
     group = group_of(list(range(world.size)))
-    pipeline = Pipeline(module, schedule, layers, group, lambda _: torch.empty(1, 1, 4))
+    pipeline = Pipeline(module, schedule, layers, group, lambda _: torch.empty(1, 1, 4), module.layer)
     batches = [{"tokens_BT": torch.zeros(1, 1)}] * micro_batches
     found = []
     for _ in range(steps):
@@ -115,13 +125,9 @@ def promised(schedule: str, by_rank: list[list[Times]], micro_batches: int) -> l
 
 
 def theory(schedule: str, ranks: int, micro_batches: int) -> list[float]:
-    """What the schedule promises for passes of set times; the first stage goes back to all at once, last."""
-
-    def cost(action: Action) -> float:
-        first = {"I": 0.0, "W": 2.0} if action.stage == 0 else {}
-        return {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, **first}[action.kind]
-
-    timeline = simulate(make_program(schedule, ranks, micro_batches), cost)
+    """What the schedule promises for passes of set times."""
+    units = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+    timeline = simulate(make_program(schedule, ranks, micro_batches), lambda action: units[action.kind])
     return [timeline.idle_share(rank) for rank in range(ranks)]
 
 

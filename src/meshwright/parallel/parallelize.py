@@ -290,7 +290,7 @@ def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> P
             samples, tokens, model.spec.hidden_size, dtype=policy.param, device=batch["tokens_BT"].device
         )
 
-    pipeline = Pipeline(model, strategy.schedule, layers, group, border)
+    pipeline = Pipeline(model, strategy.schedule, layers, group, border, model.model.layers["0"])
     keep_stages(model, layers, pipeline.stages)
     return pipeline
 

@@ -7,17 +7,18 @@ Transfers begin as early as the program allows and are waited for when their con
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.parallel.spans import Spans
-from meshwright.schedules import Action, Program, Transfer, make_program
+from meshwright.schedules import Action, Program, Transfer, make_program, splits_backward
 from meshwright.torch_private import backward_to_input, backward_to_weights
 
 Batch = Mapping[str, Any]
@@ -33,13 +34,47 @@ Key = tuple[str, int, int]
 """What travels: forward or backward, from which stage, of which micro-batch."""
 
 
+class _Embedded:
+    """What the first layer is given: there a backward pass that should stop at the input can stop, for a while."""
+
+    def __init__(self) -> None:
+        self.made: Tensor | None = None
+        self.given: Tensor | None = None
+
+    @contextmanager
+    def of(self, layer: nn.Module | None) -> Iterator[None]:
+        """The context of a forward pass, in which the layer's input is cut off from what made it."""
+        handle = layer.register_forward_pre_hook(self._cut) if layer is not None else None
+        yield
+        if handle is not None:
+            handle.remove()
+
+    def _cut(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.made = inputs[0]
+        self.given = inputs[0].detach().requires_grad_()
+        return (self.given, *inputs[1:])
+
+    def backward(self) -> None:
+        """Go on where it stopped."""
+        if self.made is not None and self.given is not None:
+            torch.autograd.backward(self.made, self.given.grad)
+
+
+class _Graph(NamedTuple):
+    """Input and output of a stage's forward pass."""
+
+    hidden: Tensor | None
+    output: Tensor
+    embedded: _Embedded
+
+
 @dataclass
 class _Passing:
     """The micro-batches of a step on this rank."""
 
     spans: Spans
-    graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)
-    """By stage and micro-batch: input and output of what was computed and waits for its backward pass."""
+    graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
+    """By stage and micro-batch, what was computed and waits for its backward pass."""
     unfinished: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     """What computes the gradients of weights, where those of inputs were computed first."""
     here: dict[Key, Tensor] = field(default_factory=dict)
@@ -53,13 +88,21 @@ class Pipeline:
     """The stages of one rank."""
 
     def __init__(
-        self, module: nn.Module, schedule: str, layers: Sequence[range], group: dist.ProcessGroup, border: Border
+        self,
+        module: nn.Module,
+        schedule: str,
+        layers: Sequence[range],
+        group: dist.ProcessGroup,
+        border: Border,
+        first_layer: nn.Module | None = None,
     ) -> None:
         self.module = module
         self.layers = list(layers)
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._border = border
+        self._first_layer = first_layer if splits_backward(schedule) else None
+        """Where the first stage's backward pass is split, for want of an input that has a gradient."""
         self.program: Callable[[int], Program] = cache(lambda count: make_program(schedule, self.ranks, count))
         self._steps = cache(lambda count: self.program(count).with_transfers(self.rank))
         placement = self.program(1).placement
@@ -116,11 +159,12 @@ class Pipeline:
         hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
         if hidden is not None:
             hidden.requires_grad_()
-        with passing.spans.record(action):
+        embedded = _Embedded()
+        with passing.spans.record(action), embedded.of(self._first_layer if stage == 0 else None):
             output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])
             if stage + 1 == len(self.placement):
                 output = loss(output, micro)
-        passing.graphs[stage, micro] = hidden, output
+        passing.graphs[stage, micro] = _Graph(hidden, output, embedded)
         if stage + 1 < len(self.placement):
             self._pass_on(("forward", stage, micro), output.detach(), stage + 1, passing)
 
@@ -133,25 +177,31 @@ class Pipeline:
         gradient = None
         if stage + 1 < len(self.placement):
             gradient = self._arrived(("backward", stage + 1, micro), passing)
-        hidden, output = passing.graphs.pop((stage, micro))
+        graph = passing.graphs.pop((stage, micro))
         with passing.spans.record(action):
-            if kind == "I" and hidden is not None:
-                passing.unfinished[stage, micro] = self._split_backward(hidden, output, gradient)
-            elif kind == "I":
-                # No stage waits for it: the first stage's input has no gradient.
-                passing.unfinished[stage, micro] = lambda: torch.autograd.backward(output, gradient)
+            if kind == "I":
+                passing.unfinished[stage, micro] = self._split_backward(graph, gradient)
             else:
-                torch.autograd.backward(output, gradient)
+                torch.autograd.backward(graph.output, gradient)
+        hidden = graph.hidden
         if hidden is not None:
             assert hidden.grad is not None
             self._pass_on(("backward", stage, micro), hidden.grad, stage - 1, passing)
             hidden.grad = None
 
-    def _split_backward(self, hidden: Tensor, output: Tensor, gradient: Tensor | None) -> Callable[[], None]:
+    def _split_backward(self, graph: _Graph, gradient: Tensor | None) -> Callable[[], None]:
         """Compute the gradient of the input; gives what computes those of the weights."""
+        given = graph.embedded.given if graph.hidden is None else graph.hidden
+        if given is None:
+            return lambda: torch.autograd.backward(graph.output, gradient)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        groups = backward_to_input(output, gradient, hidden, parameters)
-        return lambda: backward_to_weights(parameters, groups)
+        groups = backward_to_input(graph.output, gradient, given, parameters)
+
+        def finish() -> None:
+            backward_to_weights(parameters, groups)
+            graph.embedded.backward()
+
+        return finish
 
     def _pass_on(self, key: Key, value: Tensor, following: int, passing: _Passing) -> None:
         """To a stage of this rank at once; to another rank when the program says so."""
