@@ -136,7 +136,9 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("method", "verdict") else "right")
     table.add_row("one rank", f"{alone / 1e6:.1f} MB", "", "", "", "", "")
     for method, row in found.items():
-        bar, met = f"{MEMORY_BAR:.2f}", row.memory <= MEMORY_BAR and row.imbalance < WORK_BAR
+        # The ring's memory is held to a bar; the others' is there to compare.
+        limit = MEMORY_BAR if method == "ring" else float("inf")
+        bar, met = f"{limit:.2f}" if method == "ring" else "", row.memory <= limit and row.imbalance < WORK_BAR
         peak, share, above = f"{row.peak / 1e6:.1f} MB", f"{row.memory:.3f}", f"{row.imbalance:.2%}"
         table.add_row(method, peak, share, bar, above, f"{WORK_BAR:.0%}", "met" if met else "missed")
     Console().print(table)

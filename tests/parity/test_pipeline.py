@@ -162,3 +162,20 @@ def test_batches_may_change_their_shape_between_steps(schedule: str, pool: RankP
     (alone,) = pool.run(reshaped, 1, Case(DEEP["gqa"], "auto", 1))
     for found in pool.run(reshaped, 2, Case(DEEP["gqa"], f"dp=1 pp=2 schedule={schedule}", 2)):
         assert found == pytest.approx(alone, rel=1e-9)
+
+
+def expert_metrics(world: World, case: Case) -> dict[str, float]:
+    step = step_of(world, case)
+    metrics = step(0, batch_of(case, 0, step.data_rank, step.strategy.dp))
+    return {name: metrics[name] for name in ("expert_load_max", "dropped")}
+
+
+def test_load_of_experts_is_that_of_all_stages_on_every_rank(pool: RankPool) -> None:
+    experts = DEEP["experts"].experts
+    assert experts is not None
+    # Only the last of four layers is a mixture, so the first stage has none.
+    sparse = experts.model_copy(update={"first_k_dense_replace": 3, "capacity_factor": 1.0})
+    spec = DEEP["experts"].model_copy(update={"experts": sparse})
+    (alone,) = pool.run(expert_metrics, 1, Case(spec, "auto", 1))
+    for found in pool.run(expert_metrics, 4, Case(spec, "dp=2 pp=2", 4)):
+        assert found == pytest.approx(alone)

@@ -154,28 +154,37 @@ def mixtures(model: nn.Module) -> Iterator[Mixture]:
 
 
 @torch.no_grad()
-def finish_step(model: nn.Module) -> dict[str, float]:
+def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None) -> dict[str, float]:
     """After an optimizer step: move the balancing biases by the whole step's load, and start counting anew.
 
     Gives the metrics of the step: `expert_load_max`, the largest share of an expert in a layer times the number of
-    experts (1 is even), and with a capacity `dropped`, the share of choices that found no room.
+    experts (1 is even), and with a capacity `dropped`, the share of choices that found no room. Where `stages` hold the
+    layers of a model with experts, they must all ask.
     """
     layers = list(mixtures(model))
-    if not layers:
+    # The largest share; dropped and all choices; whether there is a capacity.
+    found = torch.zeros(4, dtype=torch.float64)
+    if layers:
+        counted = torch.cat([count for layer in layers for count in (layer.expert_load, layer.dropped)])
+        if layers[0].data_group is not None:
+            dist.all_reduce(counted, group=layers[0].data_group)
+        found = found.to(counted.device)
+        for layer, count in zip(layers, counted.split([layer.facts.num_experts + 1 for layer in layers]), strict=True):
+            load_E = count[:-1]
+            if layer.facts.router_bias_update_rate:
+                layer.expert_bias += layer.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
+            found[0] = torch.maximum(found[0], load_E.max() / load_E.double().mean())
+            found[1] += count[-1]
+            found[2] += load_E.sum()
+            layer.expert_load.zero_()
+            layer.dropped.zero_()
+        found[3] = float(layers[0].facts.capacity_factor is not None)
+    if stages is not None:
+        each = [torch.empty_like(found.cpu()) for _ in range(dist.get_world_size(stages))]
+        dist.all_gather(each, found.cpu(), group=stages)
+        found = torch.stack(each)
+        found = torch.cat((found[:, :1].max(dim=0).values, found[:, 1:].sum(dim=0)))
+    largest, dropped, chosen, has_capacity = found.tolist()
+    if not chosen:
         return {}
-    counted = torch.cat([count for layer in layers for count in (layer.expert_load, layer.dropped)])
-    if layers[0].data_group is not None:
-        dist.all_reduce(counted, group=layers[0].data_group)
-    largest, dropped, chosen = [], counted.new_zeros(()), counted.new_zeros(())
-    for layer, count in zip(layers, counted.split([layer.facts.num_experts + 1 for layer in layers]), strict=True):
-        load_E = count[:-1]
-        if layer.facts.router_bias_update_rate:
-            layer.expert_bias += layer.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
-        largest.append(load_E.max() / load_E.double().mean())
-        dropped, chosen = dropped + count[-1], chosen + load_E.sum()
-        layer.expert_load.zero_()
-        layer.dropped.zero_()
-    metrics = {"expert_load_max": float(torch.stack(largest).max())}
-    if any(layer.facts.capacity_factor is not None for layer in layers):
-        metrics["dropped"] = float(dropped.double() / chosen)
-    return metrics
+    return {"expert_load_max": largest} | ({"dropped": dropped / chosen} if has_capacity else {})

@@ -147,9 +147,9 @@ class Parallel:
 
     def bubble(self) -> Bubble | None:
         """How much of the last step's passes the ranks of the pipeline waited; None without one. All ranks must ask."""
-        if self.pipeline is None or self.last_step is None or self._stages is None:
+        if self.pipeline is None or self.last_step is None or self.stages is None:
             return None
-        return bubble_of(self.pipeline.program(self.last_step.micro_batches), *self.last_step.times(), self._stages)
+        return bubble_of(self.pipeline.program(self.last_step.micro_batches), *self.last_step.times(), self.stages)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
@@ -171,18 +171,18 @@ class Parallel:
         found = pipeline.forward([batch], lambda logits, _: whole(logits)[:, -1].float().contiguous())
         shape = len(tokens_BT), self.module.spec.vocab_size
         logits_BV = found[0] if found else torch.empty(shape, device=tokens_BT.device)
-        dist.broadcast(logits_BV, group=self._stages, group_src=pipeline.placement[-1])
+        dist.broadcast(logits_BV, group=self.stages, group_src=pipeline.placement[-1])
         return logits_BV
 
     @property
-    def _stages(self) -> dist.ProcessGroup | None:
+    def stages(self) -> dist.ProcessGroup | None:
         """The ranks of the pipeline, for what they do together."""
         return self.mesh["pp"].get_group() if self.pipeline is not None and self.mesh is not None else None
 
     def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> Tensor:
         """The norm of all gradients of the whole model, which are scaled down to `max_norm` where it is exceeded."""
         again = [self._tied.weight] if self._tied is not None and not self._tied.counts else []
-        return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=self._stages, counted_elsewhere=again)
+        return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=self.stages, counted_elsewhere=again)
 
     def own_tokens(self, x_BT: Tensor) -> Tensor:
         """What is this rank's of something known of whole sequences, such as targets; tokens are the last dimension."""

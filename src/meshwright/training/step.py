@@ -110,7 +110,7 @@ class TrainingStep:
             self.optimizer.step()
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
-        balance = finish_step(self.model)
+        balance = finish_step(self.model, self.parallel.stages if self.model.spec.experts is not None else None)
         # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
         stop = losses.new_tensor(float(asked_to_stop))
         mean_loss, requests = self.sum(torch.stack((losses.sum(), stop))).tolist()
