@@ -16,7 +16,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.distributed.tensor import Placement, Shard, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 
+# Importing it makes the backend "fake" known.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 __all__ = [
+    "FakeStore",
     "FlashAttention",
     "all_gather",
     "all_reduce",

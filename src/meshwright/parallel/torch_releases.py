@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ __all__ = [
     "check_collectives",
     "group_for_ddp",
     "group_of",
+    "unchecked",
 ]
 
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -66,8 +69,16 @@ def group_for_ddp(group: ProcessGroup) -> ProcessGroup:
     """
     if get_debug_level() != DebugLevel.DETAIL:
         return group
+    with unchecked():
+        return new_group()
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """The context in which groups are made that do not check what passes through them."""
+    before = get_debug_level()
     set_debug_level(DebugLevel.OFF)
     try:
-        return new_group()
+        yield
     finally:
-        set_debug_level(DebugLevel.DETAIL)
+        set_debug_level(before)
