@@ -70,6 +70,11 @@ class Parallel:
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         """The forward pass of this rank's samples, whole on every rank; what comes out is that of its own tokens."""
+        if self.pipeline is not None:
+            raise ValueError(
+                "a pipeline's ranks cannot be called one by one; "
+                "use parallel.forward_backward(batches, loss) to train, parallel.forward(batches, finish) to evaluate"
+            )
         return self.replica(*inputs, **options)
 
     @property
