@@ -16,8 +16,10 @@ from meshwright.cli.main import main
 from meshwright.launch.local import may_fork
 from meshwright.models import decoder
 from meshwright.models.mixture import Mixture
-from meshwright.parallel import data, parallelize
+from meshwright.parallel import data, experts, local_optimizer, parallelize
 from meshwright.parallel.local_optimizer import LocalOptimizer
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.stages import TiedEmbedding
 from meshwright.parallel.tensor import Axis
 from meshwright.strategy import Strategy
 from meshwright.verify.first_difference import Kind, Search
@@ -91,8 +93,7 @@ def test_positions_of_another_rank_are_found_at_their_embedding(prove: Any, monk
     assert (difference["name"], difference["rule"]) == ("model.embed_positions", "lookup")
 
 
-@pytest.mark.slow
-def test_swapped_rotations_are_found_in_the_first_attention(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def swap_positions_of_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
     angles = decoder.angles
 
     def swapped(spec: Any, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
@@ -101,6 +102,45 @@ def test_swapped_rotations_are_found_in_the_first_attention(prove: Any, monkeypa
         return angles(spec, positions, dtype)
 
     monkeypatch.setattr(decoder, "angles", swapped)
+
+
+def test_swapped_positions_of_a_split_sequence_are_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_positions_of_rank_1(monkeypatch)
+    difference = first(prove("qwen3-0.6b", "dp=1 cp=2"), "output")
+    assert difference["name"].startswith("model.layers.0.self_attn")
+
+
+def test_gradient_that_tied_stages_do_not_share_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TiedEmbedding, "sum_gradients", lambda self: None)
+    difference = first(prove("llama3.2-1b", "dp=1 pp=2"), "parameter gradient")
+    # One parameter under two names.
+    assert difference["name"] in ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.slow
+def test_gradient_that_is_lost_between_stages_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass_on = Pipeline._pass_on
+
+    def lossy(self: Pipeline, key: Any, value: Tensor, following: int, passing: Any) -> None:
+        pass_on(self, key, value * 0 if key == ("backward", 1, 0) else value, following, passing)
+
+    monkeypatch.setattr(Pipeline, "_pass_on", lossy)
+    difference = first(prove("qwen2.5-0.5b", "dp=1 pp=2"), "output gradient")
+    assert difference["name"].startswith("model.layers.0")
+
+
+@pytest.mark.slow
+def test_doubled_gradients_of_dealt_out_rows_are_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    back = experts._Exchange.backward
+    doubled = staticmethod(lambda ctx, *gradients: back(ctx, *(gradient * 2 for gradient in gradients)))
+    monkeypatch.setattr(experts._Exchange, "backward", doubled)
+    difference = first(prove("mixtral-8x7b", "dp=2 ep=2"), "output gradient")
+    assert difference["name"].startswith("model.layers.")
+
+
+@pytest.mark.slow
+def test_swapped_rotations_are_found_in_the_first_attention(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_positions_of_rank_1(monkeypatch)
     difference = first(prove("qwen3-0.6b", "dp=1 tp=2"), "output")
     assert difference["name"] == "model.layers.0.self_attn.o_proj"
     assert difference["after"] == "model.layers.0.self_attn.k_norm"
@@ -150,20 +190,21 @@ def test_wrong_norm_of_gradients_is_found(prove: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_lost_update_is_found_in_the_optimizer(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalOptimizer, "_gather", lambda self, *_: None)
+    monkeypatch.setattr(local_optimizer, "_gather", lambda bucket: None)
     first(prove("llama3.2-1b", "dp=2 zero=1"), "update")
 
 
 @pytest.mark.slow
 def test_mistake_of_the_second_step_is_found_there(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = LocalOptimizer._gather
+    gather, step = local_optimizer._gather, LocalOptimizer.step
+    steps: dict[Any, int] = {}
 
-    def second_lost(self: Any, bucket: Any) -> None:
-        self.gathered = getattr(self, "gathered", 0) + 1
-        if self.gathered != 2:
-            gather(self, bucket)
+    def counted(self: LocalOptimizer) -> None:
+        steps[self] = steps.get(self, 0) + 1
+        monkeypatch.setattr(local_optimizer, "_gather", gather if steps[self] != 2 else lambda bucket: None)
+        step(self)
 
-    monkeypatch.setattr(LocalOptimizer, "_gather", second_lost)
+    monkeypatch.setattr(LocalOptimizer, "step", counted)
     assert first(prove("llama3.2-1b", "dp=2 zero=1", "--steps", "3"), "update")["step"] == 2
 
 
@@ -217,6 +258,11 @@ EQUAL = [
     ("gpt", "dp=1 tp=4", set()),
     ("experts", "dp=2 zero=3 tp=2", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
     ("experts", "dp=2 recompute=first:1", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
+    ("tied", "dp=1 pp=2", set()),
+    ("gqa", "dp=2 pp=2 tp=2 zero=2 schedule=zero-bubble", set()),
+    ("gqa", "dp=1 cp=2", set()),
+    ("gpt", "dp=1 cp=2 tp=2 cp_method=ulysses", set()),
+    ("experts", "dp=2 ep=2", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
 ]
 
 

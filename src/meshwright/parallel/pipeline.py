@@ -100,6 +100,8 @@ class Pipeline:
         self.layers = list(layers)
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.in_hand = (0, 0)
+        """The micro-batch and the stage of the forward pass that runs or ran last."""
         self._border = border
         self._first_layer = first_layer if splits_backward(schedule) else None
         """Where the first stage's backward pass is split, for want of an input that has a gradient."""
@@ -159,6 +161,7 @@ class Pipeline:
         hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
         if hidden is not None:
             hidden.requires_grad_()
+        self.in_hand = micro, stage
         embedded = _Embedded()
         with passing.spans.record(action), embedded.of(self._first_layer if stage == 0 else None):
             output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])

@@ -161,10 +161,12 @@ class Search:
         )
 
     def loss_factor(self, calls: Sequence[Call]) -> float:
-        """By what gradients are multiplied before the sum over data ranks: dp, where that sum is an average."""
-        dp = self.found[0].place.dp
+        """By what gradients are multiplied before the sum over ranks: dp x cp, where that sum is an average."""
+        ranks = self.found[0].place.dp * self.found[0].place.cp
         for call in calls:
-            departures = {factor: self.departure("output gradient", call, 0.0, factor) for factor in (1.0, float(dp))}
+            departures = {
+                factor: self.departure("output gradient", call, 0.0, factor) for factor in (1.0, float(ranks))
+            }
             for factor, departure in departures.items():
                 if departure is not None and departure.relative <= self.bound:
                     return factor

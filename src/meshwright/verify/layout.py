@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.context_layout import ContextLayout
 from meshwright.cuts import part
 from meshwright.verify.record import Array, Part, Place, StepTrace
 
@@ -81,14 +82,8 @@ def _own_columns(full: int, length: int, place: Place) -> tuple[int, ...] | None
 
 
 def tokens_of(expected: StepTrace, trace: StepTrace) -> Array | None:
-    """Which tokens of its sequences a rank of several (cp) has, found by their ids; None where these do not tell."""
-    if trace.place.cp == 1 or not expected.ids or expected.ids.keys() != trace.ids.keys():
+    """Which tokens of its sequences a rank of several (cp) has; None where it has all of them."""
+    place = trace.place
+    if place.cp == 1:
         return None
-    columns, own = [], []
-    for micro_step, ids in expected.ids.items():
-        samples = trace.ids[micro_step]
-        first = trace.place.data_rank * len(samples)
-        columns.append(ids[first : first + len(samples)])
-        own.append(samples)
-    same = (np.concatenate(columns)[:, :, None] == np.concatenate(own)[:, None, :]).all(axis=0)
-    return same.argmax(axis=0) if (same.sum(axis=0) == 1).all() else None
+    return np.array(ContextLayout.of(place.cp, place.cp_method).positions(expected.length, place.cp_rank))

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from meshwright.models.parts import box_of
 from meshwright.models.tensor_plan import rule_of
 from meshwright.parallel.parallelize import Parallel
+from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.units import blocks_of
 
 Array = NDArray[Any]
 
@@ -46,6 +48,7 @@ class Place(NamedTuple):
     dp: int = 1
     cp_rank: int = 0
     cp: int = 1
+    cp_method: str = "ring"
     tp_rank: int = 0
     tp: int = 1
 
@@ -55,8 +58,8 @@ class StepTrace:
     """All that was recorded of one step on one rank."""
 
     place: Place = field(default_factory=Place)
-    ids: dict[int, Array] = field(default_factory=dict)
-    """Token ids that went into the model, by micro-step; from these follows which tokens a rank has."""
+    length: int = 0
+    """Tokens of the sequences that went into the model."""
     outputs: dict[Call, Part] = field(default_factory=dict)
     """In the order in which the modules ended."""
     gradients: dict[Call, Part] = field(default_factory=dict)
@@ -72,16 +75,21 @@ class StepTrace:
 class Recorder:
     """Hooks on every module of a model that record while `active`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, pipeline: Pipeline | None = None) -> None:
         self.active = False
+        self._pipeline = pipeline
+        self._ends = True
         self._inside = False
         self._micro_step = -1
         self._calls: Counter[str] = Counter()
         rules = rules_of(model)
         self._trace = StepTrace(rules=rules, within=frozenset(name for name in rules if _is_within(name, rules)))
-        model.register_forward_pre_hook(self._begin)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for name, module in model.named_modules():
             module.register_forward_hook(self._end(name))
+        blocks = set(blocks_of(model))
+        inside = {name: set(module.modules()) for name, module in model.named_modules() if module not in blocks}
+        self._around_layers = {name for name, below in inside.items() if blocks & below}
 
     def take_gradients(self, model: nn.Module) -> None:
         """Record the gradients of the parameters, if this is the step."""
@@ -97,13 +105,18 @@ class Recorder:
             found.parameter_gradients[name] = part._replace(values=part.values / clipped)
         return found
 
-    def _begin(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self.active:
-            self._inside = True
-            self._micro_step += 1
-            self._calls.clear()
-            if inputs and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point():
-                self._trace.ids[self._micro_step] = inputs[0].cpu().numpy().copy()
+    def _begin(self, _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not self.active:
+            return
+        self._inside = True
+        self._micro_step += 1
+        self._calls.clear()
+        tokens = next((x for x in (*inputs, *options.values()) if isinstance(x, Tensor)), None)
+        if tokens is not None and not tokens.is_floating_point() and tokens.ndim > 1:
+            self._trace.length = tokens.shape[1]
+        if self._pipeline is not None:
+            self._micro_step, stage = self._pipeline.in_hand
+            self._ends = stage == len(self._pipeline.placement) - 1
 
     def _end(self, name: str) -> Any:
         def hook(_: nn.Module, __: object, output: Any) -> None:
@@ -112,6 +125,9 @@ class Recorder:
                 return
             if not name:
                 self._inside = False
+            if not self._ends and name in self._around_layers:
+                # What goes to the next stage is not what comes out of this module on one device.
+                return
             call = Call(self._micro_step, name, self._calls[name])
             self._calls[name] += 1
             tensor = _tensor_of(output)
@@ -169,4 +185,4 @@ def place_of(parallel: Parallel) -> Place:
     if mesh is None:
         return Place()
     cp_rank, tp_rank = mesh["cp"].get_local_rank(), mesh["tp"].get_local_rank()
-    return Place(parallel.data_rank, strategy.dp, cp_rank, strategy.cp, tp_rank, strategy.tp)
+    return Place(parallel.data_rank, strategy.dp, cp_rank, strategy.cp, strategy.cp_method, tp_rank, strategy.tp)

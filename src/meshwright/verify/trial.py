@@ -86,7 +86,7 @@ def run_trial(world: World, trial: Trial) -> Record | Refusal:
 def _run(world: World, trial: Trial) -> Record:
     torch.manual_seed(trial.seed)
     engine = _DecoderLoop(world, trial) if isinstance(trial.subject, ModelSpec) else _own_loop(world, trial)
-    recorder = Recorder(engine.model) if trial.trace_step is not None else None
+    recorder = Recorder(engine.model, engine.parallel.pipeline) if trial.trace_step is not None else None
     if recorder is not None:
         engine.optimizer.register_step_pre_hook(lambda *_: recorder.take_gradients(engine.model))
     record = Record()
