@@ -12,6 +12,7 @@ import pytest
 
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, Prover
+from meshwright.verify.pool import RankPool
 from tests.parity.conftest import SPECS
 
 
@@ -92,3 +93,22 @@ def test_float64_equals_one_process(shape: str, strategy: str, micro_steps: int,
 def test_narrow_precision_equals_one_process(shape: str, strategy: str, precision: str, prover: Prover) -> None:
     case = Case(SPECS[shape], strategy, ranks_of(strategy), precision)
     assert prover.differences(case) == []
+
+
+AGREEING = [
+    ("few-kv", "dp=2 zero=3 tp=2 recompute=full"),
+    ("gpt", "dp=4 zero=2 replicate=2 tp=2 sp=off"),
+    ("experts", "dp=2 zero=1 tp=2 ep=2 recompute=selective"),
+    ("tied", "dp=2 pp=2 cp=2 zero=2 schedule=zbv"),
+    ("experts", "dp=2 pp=2 tp=2 ep=2 schedule=interleaved:2"),
+    ("gqa", "dp=2 cp=4 cp_method=ulysses:2 zero=3"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "strategy"), AGREEING)
+def test_ranks_agree_on_every_collective(shape: str, strategy: str) -> None:
+    """With torch's checks of what passes through process groups, which ends a disagreement in an error."""
+    spec = SPECS[shape].model_copy(update={"num_hidden_layers": 4})
+    with RankPool(8, checked=True) as pool:
+        assert Prover(pool).differences(Case(spec, strategy, ranks_of(strategy), steps=2)) == []

@@ -1,9 +1,12 @@
 """A pool of ranks that is started once and runs many small pieces of distributed work, each in a group of its own.
 
 Starting ranks takes most of the time of a small proof: they are forked after everything is imported, and every piece
-of work takes as many of them as it needs. Collectives are checked (torch's debug level DETAIL), so that ranks which
-disagree end in an error that says so and not in a wait. After a failure the ranks are replaced, and so they are when
-too many threads have gathered in them: caches of torch keep some process groups, with their threads, for good.
+of work takes as many of them as it needs. After a failure the ranks are replaced, and so they are when too many threads
+have gathered in them: caches of torch keep some process groups, with their threads, for good.
+
+Collectives can be checked (torch's debug level DETAIL), so that ranks which disagree end in an error that says so and
+not in a wait; that takes most of the time of small work. So work runs unchecked first, and work that has failed runs
+once more with checks, for a better word on why.
 """
 
 from __future__ import annotations
@@ -37,9 +40,10 @@ MOST_THREADS = 60
 class RankPool:
     """Ranks on this machine's CPU, up to a number, started when they are first needed."""
 
-    def __init__(self, size: int = 8, timeout_s: float = 120.0) -> None:
+    def __init__(self, size: int = 8, timeout_s: float = 120.0, checked: bool = False) -> None:
         self.size = size
         self.timeout_s = timeout_s
+        self.checked = checked
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count = 0
@@ -54,6 +58,24 @@ class RankPool:
         """What `work(world, *inputs)` gives on each of that many ranks; raises what the first failing one raised."""
         if not 1 <= ranks <= self.size:
             raise ValueError(f"{ranks} ranks in a pool of {self.size}")
+        try:
+            return self._run(work, ranks, inputs)
+        except RankError as error:
+            if self.checked or ranks == 1:
+                raise
+            self._check_and_run(work, ranks, inputs)
+            # Ranks that agree, and a result this time: what failed was not a disagreement.
+            raise error from None
+
+    def _check_and_run(self, work: Callable[..., Any], ranks: int, inputs: tuple[Any, ...]) -> None:
+        self.checked = True
+        try:
+            self._run(work, ranks, inputs)
+        finally:
+            self.checked = False
+            self.close()
+
+    def _run(self, work: Callable[..., Result], ranks: int, inputs: tuple[Any, ...]) -> list[Result]:
         self._start()
         assert self._folder is not None
         self._count += 1
@@ -90,7 +112,9 @@ class RankPool:
         context: Any = multiprocessing.get_context("fork" if may_fork("cpu") else "spawn")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, os.getpid(), self.timeout_s), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, os.getpid(), self.timeout_s, self.checked), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -130,12 +154,13 @@ def _threads(process: BaseProcess) -> int:
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
-def _serve(pipe: Connection, parent: int, timeout_s: float) -> None:
+def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool) -> None:
     """The life of a rank: work, answer, wait for more."""
     # Ctrl-C is the parent's to answer: it ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    check_collectives()
+    if checked:
+        check_collectives()
     while True:
         while not pipe.poll(1.0):
             if os.getppid() != parent:
