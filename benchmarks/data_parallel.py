@@ -113,7 +113,9 @@ def meshwright_step(strategy: str, world: World, batches: list[Tensor]) -> Step:
     """One optimizer step of the trainer."""
     training = TrainingStep(CONFIG, SPEC, Strategy.parse(strategy, world.size), world)
     samples = torch.arange(len(batches[0])).unsqueeze(0)
-    shares = [{"tokens": tokens.unsqueeze(0), "samples": samples} for tokens in batches]
+    # As the trainer does it: it knows that all targets of its packed rows count.
+    valid = torch.tensor(BATCH * TOKENS)
+    shares = [{"tokens": tokens.unsqueeze(0), "samples": samples, "valid": valid} for tokens in batches]
     return lambda number: training(number, shares[number % len(shares)])["loss"]
 
 

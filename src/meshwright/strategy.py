@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt, lcm
 from typing import TYPE_CHECKING, Any
 
 from meshwright.context_layout import ContextLayout
@@ -168,7 +169,7 @@ class Strategy:
     def fewest_processes(cls, text: str) -> int:
         """With how many processes a short form can do."""
         words = {key: int(value) for key, value in _words(text).items() if value.isdecimal()}
-        copies = words.get("replicate", 1) * words.get("shard", 1)
+        copies = lcm(words.get("replicate", 1) * words.get("shard", 1), words.get("ep", 1))
         return cls.processes(text) or copies * words.get("tp", 1) * words.get("pp", 1) * words.get("cp", 1)
 
     def __str__(self) -> str:
@@ -424,7 +425,8 @@ def _fills(length: int, parts: int) -> bool:
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    below = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*below, *(number // n for n in below)})
 
 
 def _list(numbers: list[int]) -> str:

@@ -240,3 +240,40 @@ def test_layers_of_other_models_draw_the_same_numbers_again(recompute: str) -> N
     with torch.no_grad():
         expected, found = (model.eval()(torch.ones(4, 8)) for model in models)
     assert torch.equal(found, expected)
+
+
+class Scaled(nn.Module):
+    """A layer with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x * self.scale)
+
+
+class ScaledLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", KINDS)
+def test_layers_that_hold_parameters_themselves_read_them_as_before_when_repeated(recompute: str) -> None:
+    gradients = []
+    for kind in ("none", recompute):
+        torch.manual_seed(0)
+        parallel = parallelize(ScaledLayers(), f"recompute={kind}", precision=BF16)
+        parallel(torch.ones(2, 8, dtype=torch.bfloat16)).float().sum().backward()
+        gradients.append([parameter.grad for parameter in parallel.parameters()])
+    for plain, again in zip(*gradients, strict=True):
+        assert plain is not None
+        assert again is not None
+        assert torch.equal(plain, again)

@@ -227,6 +227,8 @@ def test_processes_of_an_unknown_key_are_refused() -> None:
         ("zero=3 shard=4 tp=2", 8),
         ("dp=6 tp=2", 12),
         ("replicate=2 shard=3 zero=2", 6),
+        ("ep=4 tp=2", 8),
+        ("zero=3 shard=2 ep=4", 4),
     ],
 )
 def test_fewest_processes_are_those_that_the_degrees_need(text: str, expected: int) -> None:

@@ -234,7 +234,8 @@ def parallelize(
     world = _world_size()
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy, world)
-    policy = precision or Precision(*(next(model.parameters()).dtype,) * 3, buffer=None)
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    policy = precision or Precision(*(dtype,) * 3, buffer=None)
     _check(model, strategy, world)
     if mesh is None and strategy.world > 1:
         _start_group()

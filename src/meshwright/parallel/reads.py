@@ -38,6 +38,17 @@ def around_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     module.forward = partial(wrapper, module.forward)
 
 
+def show_inside(module: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """A forward pass that runs without the module's hooks, as a repeated one does, and sees what it should."""
+    if "_reads" not in module.__dict__:
+        return forward(*inputs, **options)
+    _show(module, None)
+    try:
+        return forward(*inputs, **options)
+    finally:
+        _hide(module)
+
+
 def _show(module: nn.Module, _: object) -> None:
     stored = parameters_of(module)
     for name, transforms in module.__dict__["_reads"].items():

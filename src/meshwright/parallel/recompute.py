@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.models.mixture import Mixture, mixtures
-from meshwright.parallel.reads import around_forward
+from meshwright.parallel.reads import around_forward, show_inside
 from meshwright.parallel.ring_attention import RING_ATTENTION
 
 Context = AbstractContextManager[None]
@@ -51,6 +51,7 @@ def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True) -> No
     if kind == "none":
         return
     for block in blocks[: int(count)] if kind == "first" else blocks:
+        around_forward(block, partial(show_inside, block))
         around_forward(block, partial(_again, list(mixtures(block)), kind == "selective", draws))
 
 

@@ -112,7 +112,8 @@ class TrainingLoop:
         return loss_sum / valid
 
     def make_batch(self, step: int) -> dict[str, np.ndarray]:
-        """This rank's part of a step: tokens (micro-steps, samples, tokens + 1) and the samples' global numbers.
+        """This rank's part of a step: tokens (micro-steps, samples, tokens + 1), the samples' global numbers, and how
+        many targets of all ranks count.
 
         A micro-step is a run of samples over all ranks, so that it holds the same samples however many ranks share it.
         """
@@ -121,9 +122,12 @@ class TrainingLoop:
         share = size // micro_steps // self.job.strategy.dp
         first = self.job.batches.position(step) + self.one_step.data_rank * share
         starts = [first + index * share * self.job.strategy.dp for index in range(micro_steps)]
+        tokens = np.stack([self.job.sampler.rows(start, share) for start in starts])
         return {
-            "tokens": np.stack([self.job.sampler.rows(start, share) for start in starts]),
+            "tokens": tokens,
             "samples": np.stack([np.arange(start, start + share) for start in starts]),
+            # Rows are packed full: every target counts, so nobody has to ask the other ranks.
+            "valid": np.array(size * (tokens.shape[-1] - 1)),
         }
 
     def stop(self, reason: str, everywhere: bool = False) -> None:

@@ -72,14 +72,20 @@ class TrainingStep:
     def __call__(self, step: int, batch: dict[str, Tensor], asked_to_stop: bool = False) -> dict[str, float]:
         """Train on this rank's share of the global batch: tokens and samples, each (micro-steps, samples, ...).
 
+        Where it is known, `valid` is how many targets of the whole batch count; else the ranks count them together.
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
         documents = self._documents(inputs)
-        counted = (targets != IGNORED).sum() * self.parallel.has_loss
-        # The count of all ranks is on its way while the first forward pass computes.
-        counting = dist.all_reduce(counted, async_op=True) if self.world.size > 1 else None
+        counting = None
+        if "valid" in batch:
+            valid = batch["valid"].to(self.world.device)
+        else:
+            valid = (targets != IGNORED).sum() * self.parallel.has_loss
+            if self.world.size > 1:
+                # On its way while the first forward pass computes.
+                counting = dist.all_reduce(valid, async_op=True)
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
         for mixture in self._mixtures:
             mixture.auxiliary_scale = scale / len(tokens)
@@ -87,9 +93,9 @@ class TrainingStep:
 
         def loss_of(logits: Tensor, index: int) -> Tensor:
             summed = cross_entropy(logits, targets[index], "sum")
-            if counting is not None and index == 0:
+            if counting is not None:
                 counting.wait()
-            loss = summed / (counted // self._copies)
+            loss = summed / valid * (self._copies if counting is not None else 1)
             losses[index] = loss.detach()
             return loss * (scale * self._loss_factor)
 
@@ -100,7 +106,7 @@ class TrainingStep:
         self.parallel.forward_backward(batches, loss_of)
         if counting is not None:
             counting.wait()
-        valid = counted // self._copies
+            valid = valid // self._copies
         norm = self.parallel.clip_grad_norm_(self.config.train.grad_clip, scale=scale)
         rate = learning_rate(self.config.train, step)
         for group in self.optimizer.param_groups:
