@@ -143,7 +143,7 @@ class Pipeline:
                 hidden = kept.pop((stage, micro), None)
                 if stage and hidden is None:
                     hidden = self._border(batch)
-                    self._wait(dist.irecv(hidden, group=self.group, group_src=self.placement[stage - 1]))
+                    self._receive(hidden, self.placement[stage - 1]).wait()
                 output = self.module(**batch, hidden_BTC=hidden, layers=self.layers[stage])
                 if stage + 1 == len(self.placement):
                     results.append(finish(output, micro))
@@ -229,15 +229,14 @@ class Pipeline:
             passing.sent.append((self._send(value, transfer.target), value))
         else:
             value = self._border(batches[transfer.micro])
-            work = dist.irecv(value, group=self.group, group_src=transfer.source)
-            assert work is not None
-            passing.arriving[key] = work, value
+            passing.arriving[key] = self._receive(value, transfer.source), value
 
     def _send(self, value: Tensor, target: int) -> dist.Work:
         work = dist.isend(value, group=self.group, group_dst=target)
         assert work is not None
         return work
 
-    def _wait(self, work: dist.Work | None) -> None:
+    def _receive(self, value: Tensor, source: int) -> dist.Work:
+        work = dist.irecv(value, group=self.group, group_src=source)
         assert work is not None
-        work.wait()
+        return work
