@@ -19,15 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import isqrt, lcm
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from meshwright.context_layout import ContextLayout
-from meshwright.cuts import part_length
 from meshwright.errors import ConfigError, nearest
-from meshwright.models.shapes import shapes_of
-from meshwright.schedules import splits_backward, stages_per_rank
-from meshwright.stages import stage_layers
+from meshwright.strategy_fit import check_fit, divisors, listed, refuse
 
 if TYPE_CHECKING:
     from meshwright.models.spec import ModelSpec
@@ -97,22 +93,25 @@ class Strategy:
             raise ConfigError(f"shard={self.shard} needs something to shard; add zero=1, 2 or 3")
         if self.sp and self.tp == 1:
             raise ConfigError("sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it")
-        if self.ep > 1:
-            legal = [ep for ep in _divisors(self.dp) if self.shard % ep == 0 or ep % self.shard == 0]
-            if self.ep not in legal:
-                shards = "" if self.shard in (1, self.dp) else f" and divide or be divisible by shard={self.shard}"
-                raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {_list(legal)}")
+        if self.ep > 1 and self.ep not in self.expert_degrees:
+            shards = "" if self.shard in (1, self.dp) else f" and divide or be divisible by shard={self.shard}"
+            raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {listed(self.expert_degrees)}")
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
         _, _, members = self.cp_method.partition(":")
         if members and self.cp % int(members):
-            legal = _divisors(self.cp)
-            raise ConfigError(f"cp_method={self.cp_method} must divide cp={self.cp}; N can be {_list(legal)}")
+            legal = divisors(self.cp)
+            raise ConfigError(f"cp_method={self.cp_method} must divide cp={self.cp}; N can be {listed(legal)}")
 
     @property
     def dp(self) -> int:
         """Ranks that work on different samples."""
         return self.replicate * self.shard
+
+    @property
+    def expert_degrees(self) -> list[int]:
+        """What `ep` can be with these data-parallel ranks: whole groups of shards, or whole parts of one."""
+        return [ep for ep in divisors(self.dp) if self.shard % ep == 0 or ep % self.shard == 0]
 
     @property
     def expert_copies(self) -> tuple[int, int]:
@@ -137,21 +136,21 @@ class Strategy:
         replicate, shard = _copies(text, given, zero, dp)
         sp = words.get("sp", "on" if tp > 1 else "off")
         if sp not in ("on", "off"):
-            raise _refuse(text, f"sp={sp} is neither on nor off")
+            raise refuse(text, f"sp={sp} is neither on nor off")
         values: dict[str, Any] = {key: words[key] for key in CHOICES if key in words}
         values |= {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": given.get("ep", 1)}
         try:
             strategy = cls(**values, zero=zero, sp=sp == "on")
         except ConfigError as error:
-            raise _refuse(text, str(error)) from None
+            raise refuse(text, str(error)) from None
         if strategy.world != world:
-            raise _refuse(
+            raise refuse(
                 text,
                 f"it needs {strategy.world} processes and there are {world}; "
                 f"start with --nproc {strategy.world} or leave dp out",
             )
         if strategy.wrap != "auto" and zero < 2:
-            raise _refuse(text, f"wrap={strategy.wrap} says what is gathered together; add zero=2 or 3, or drop it")
+            raise refuse(text, f"wrap={strategy.wrap} says what is gathered together; add zero=2 or 3, or drop it")
         return strategy
 
     @classmethod
@@ -192,141 +191,24 @@ class Strategy:
     def check(self, model: ModelSpec, world: int, sequence_length: int | None = None, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless that model can be trained so on that many processes."""
         self.check_any(world, optimizer)
-        self._check_tensor(model, sequence_length)
-        self._check_experts(model)
-        self._check_context(model, sequence_length)
-        self._check_wrap(model)
-        self._check_stages(model)
-        kind, _, count = self.recompute.partition(":")
-        if kind == "first" and int(count) > model.num_hidden_layers:
-            layers = model.num_hidden_layers
-            raise _refuse(str(self), f"recompute=first:{count} of {layers} layers; use first:{layers} or full")
+        check_fit(self, model, sequence_length)
 
     def check_any(self, world: int, optimizer: str = "adamw") -> None:
         """Raise a ConfigError unless some model can be trained so on that many processes."""
         if self.world != world:
-            raise _refuse(str(self), f"it needs {self.world} processes and there are {world}")
+            raise refuse(str(self), f"it needs {self.world} processes and there are {world}")
         if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.ep > 1 or self.offload != "none"):
-            raise _refuse(
+            raise refuse(
                 str(self),
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
                 "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw",
             )
         if self.offload == "parameters" and (self.zero < 2 or self.dp * self.cp == 1):
-            raise _refuse(
+            raise refuse(
                 str(self),
                 "offload=parameters moves the shards of zero=2 and 3 and needs dp or cp of at least 2; "
                 "use zero=3 on more processes, or offload=optimizer",
             )
-
-    def _check_stages(self, model: ModelSpec) -> None:
-        """Every stage has layers; what is gathered must be there when a split backward pass comes back for it."""
-        if self.pp == 1:
-            return
-        stages, layers = self.pp * stages_per_rank(self.schedule), model.num_hidden_layers
-        if stages > layers:
-            legal = [pp for pp in range(1, layers + 1) if pp * stages_per_rank(self.schedule) <= layers]
-            raise _refuse(
-                str(self),
-                f"pp={self.pp} with schedule={self.schedule} has {stages} stages and the model {layers} layers; "
-                f"pp can be at most {legal[-1] if legal else 1}",
-            )
-        try:
-            stage_layers(model, stages, self.layers)
-        except ValueError as error:
-            raise _refuse(str(self), f"layers={error}; give {stages} numbers that add up to {layers}") from None
-        if self.zero == 3 and splits_backward(self.schedule):
-            raise _refuse(
-                str(self),
-                f"schedule={self.schedule} computes gradients of weights late, when zero=3 has put the weights away; "
-                "use zero=2, or schedule=1f1b",
-            )
-
-    def _check_wrap(self, model: ModelSpec) -> None:
-        """Names must be those of the decoder's modules."""
-        kind, _, names = self.wrap.partition(":")
-        if kind != "name":
-            return
-        parts = {part for name in shapes_of(model) for part in name.split(".")[:-1] if not part.isdecimal()}
-        known = sorted(parts | {"lm_head"})
-        for name in names.split("+"):
-            if name.split(".")[-1] not in known and not name.split(".")[-1].isdecimal():
-                raise _refuse(str(self), f"the model has no module '{name}'; it has {', '.join(known)}")
-
-    def _check_experts(self, model: ModelSpec) -> None:
-        """Experts are dealt out whole and evenly; a capacity counts the tokens of whole sequences."""
-        experts = model.experts
-        if self.ep > 1 and not any(map(model.is_sparse, range(model.num_hidden_layers))):
-            raise _refuse(str(self), f"ep={self.ep} splits experts, and the model has none; leave ep out")
-        if experts is not None and experts.num_experts % self.ep:
-            count = experts.num_experts
-            legal = [
-                ep for ep in _divisors(self.dp) if count % ep == 0 and (self.shard % ep == 0 or ep % self.shard == 0)
-            ]
-            raise _refuse(
-                str(self), f"ep={self.ep} does not divide the model's {count} experts; ep can be {_list(legal)}"
-            )
-        if experts is not None and experts.capacity_factor is not None and self.cp > 1:
-            raise _refuse(
-                str(self),
-                f"cp={self.cp} splits sequences, and experts.capacity_factor={experts.capacity_factor:g} counts the "
-                "tokens of whole ones; leave one of them out",
-            )
-
-    def _check_tensor(self, model: ModelSpec, sequence_length: int | None) -> None:
-        """Heads are dealt out whole; key-value heads may be held by several ranks; tokens are dealt out evenly."""
-        if self.tp == 1:
-            return
-        heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-        legal = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
-        if self.tp not in legal:
-            raise _refuse(
-                str(self),
-                f"tp={self.tp} cannot deal out {heads} attention heads and {kv_heads} key-value heads; "
-                f"tp can be {_list(legal)}",
-            )
-        sizes = {"vocab_size": model.vocab_size, "intermediate_size": model.intermediate_size}
-        if model.experts is not None:
-            sizes["experts.moe_intermediate_size"] = model.experts.moe_intermediate_size
-        for name, size in sizes.items():
-            # Every rank needs something to hold: FSDP cannot take nothing.
-            if not _fills(size, self.tp):
-                legal = [n for n in legal if _fills(size, n)]
-                reason = f"tp={self.tp} leaves a rank without a part of the model's {name}={size}"
-                raise _refuse(str(self), f"{reason}; tp can be {_list(legal)}")
-        if self.cp == 1 and self.sp and sequence_length is not None and sequence_length % self.tp:
-            below = sequence_length // self.tp * self.tp
-            legal_lengths = f"{below} or {below + self.tp}" if below else str(self.tp)
-            raise _refuse(
-                str(self),
-                f"data.sequence_length={sequence_length} is not divisible by tp={self.tp}; "
-                f"use {legal_lengths}, or sp=off",
-            )
-
-    def _check_context(self, model: ModelSpec, sequence_length: int | None) -> None:
-        """Heads are dealt out whole, key-value heads to several ranks if need be; every rank needs tokens."""
-        if self.cp == 1:
-            return
-        layout = ContextLayout.of(self.cp, self.cp_method)
-        heads, kv_heads = model.num_attention_heads // self.tp, max(1, model.num_key_value_heads // self.tp)
-        legal = [n for n in _divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
-        if layout.heads not in legal:
-            within = " of a tp rank" if self.tp > 1 else ""
-            fitting = [n for n in legal if n > 1 and self.cp % n == 0]
-            others = f", or ulysses:N with N of {_list(fitting)}" if fitting else ""
-            raise _refuse(
-                str(self),
-                f"cp_method={self.cp_method} cannot deal out {heads} attention heads and {kv_heads} key-value heads"
-                f"{within} to {layout.heads} ranks; use cp_method=ring{others}",
-            )
-        multiple = self.tp if self.sp else 1
-        if sequence_length is not None and not layout.fits(sequence_length, multiple):
-            reason = f"leaves one of cp={self.cp} ranks without tokens"
-            if layout.fits(sequence_length):
-                reason = f"gives cp={self.cp} ranks parts that are not divisible by tp={self.tp}"
-            legal_lengths = " or ".join(map(str, layout.nearest_lengths(sequence_length, multiple)))
-            others = ", or sp=off" if self.sp else ""
-            raise _refuse(str(self), f"data.sequence_length={sequence_length} {reason}; use {legal_lengths}{others}")
 
     def micro_steps(self, batch: int, micro_batch: int | None) -> int:
         """Forward passes per optimizer step on each rank for a global batch; refuses one that does not divide."""
@@ -351,9 +233,9 @@ def _left_for_data(text: str, world: int, given: Mapping[str, int]) -> int:
         degree = given.get(key, 1)
         if "dp" not in given and left % degree:
             before = "" if left == world else f" (what the other degrees leave of {world})"
-            raise _refuse(
+            raise refuse(
                 text,
-                f"{key}={degree} does not divide {left} processes{before}; {key} can be {_list(_divisors(left))}, "
+                f"{key}={degree} does not divide {left} processes{before}; {key} can be {listed(divisors(left))}, "
                 f"or start more processes",
             )
         left //= degree
@@ -375,11 +257,11 @@ def _copies(text: str, given: Mapping[str, int], zero: int, dp: int) -> tuple[in
     if replicate * shard != dp:
         if {"replicate", "shard"} <= given.keys():
             found = f"dp={dp}" if "dp" in given else f"{dp} data-parallel processes"
-            raise _refuse(text, f"replicate={replicate} x shard={shard} is not {found}; leave one of them out")
+            raise refuse(text, f"replicate={replicate} x shard={shard} is not {found}; leave one of them out")
         key = "replicate" if "replicate" in given else "shard"
         found = f"dp={dp}" if "dp" in given else f"{dp} data-parallel processes"
-        legal = [dp] if zero == 0 else _divisors(dp)
-        raise _refuse(text, f"{key}={given[key]} does not fit {found}; {key} can be {_list(legal)}")
+        legal = [dp] if zero == 0 else divisors(dp)
+        raise refuse(text, f"{key}={given[key]} does not fit {found}; {key} can be {listed(legal)}")
     return replicate, shard
 
 
@@ -392,9 +274,9 @@ def _words(text: str) -> Mapping[str, str]:
             continue
         if key not in KEYS:
             known = ", ".join(KEYS)
-            raise _refuse(text, f"unknown key '{key}'{nearest(key, KEYS)}; write auto, or KEY=VALUE with {known}")
+            raise refuse(text, f"unknown key '{key}'{nearest(key, KEYS)}; write auto, or KEY=VALUE with {known}")
         if key in words:
-            raise _refuse(text, f"{key} is given twice")
+            raise refuse(text, f"{key} is given twice")
         words[key] = value
     return words
 
@@ -402,7 +284,7 @@ def _words(text: str) -> Mapping[str, str]:
 def _number(text: str, key: str, value: str) -> int:
     lowest = 0 if key == "zero" else 1
     if not value.isdecimal() or int(value) < lowest:
-        raise _refuse(text, f"{key} needs a whole number from {lowest}, not '{value}'")
+        raise refuse(text, f"{key} needs a whole number from {lowest}, not '{value}'")
     return int(value)
 
 
@@ -417,21 +299,3 @@ def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         if name == kind and bool(needs) == bool(colon) and fits:
             return
     raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")
-
-
-def _fills(length: int, parts: int) -> bool:
-    """Whether no part of that length is empty."""
-    return part_length(length, parts, parts - 1) > 0
-
-
-def _divisors(number: int) -> list[int]:
-    below = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return sorted({*below, *(number // n for n in below)})
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))
-
-
-def _refuse(text: str, reason: str) -> ConfigError:
-    return ConfigError(f"parallel.strategy='{text}': {reason}")

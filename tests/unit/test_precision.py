@@ -10,7 +10,8 @@ from meshwright.config import load_config
 from meshwright.models.initialize import build
 from meshwright.models.mixture import mixtures
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.parallelize import Parallel, parallelize
+from meshwright.parallel.model import Parallel
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Precision
 from meshwright.training.precision import precision_of
 from tests.unit.specs import SPECS, small

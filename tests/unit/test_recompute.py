@@ -17,7 +17,8 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import build
 from meshwright.models.mixture import mixtures
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.parallelize import Parallel, parallelize
+from meshwright.parallel.model import Parallel
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Precision
 from meshwright.training.loss import cross_entropy
 from tests.unit.specs import SPECS, small

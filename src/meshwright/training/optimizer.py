@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from meshwright.config import TrainSection
-from meshwright.parallel.parallelize import Parallel
+from meshwright.parallel.model import Parallel
 
 
 def make_optimizer(model: Parallel, train: TrainSection) -> torch.optim.Optimizer:

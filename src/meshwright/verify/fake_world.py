@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.models.initialize import build_meta
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.parallelize import Parallel, parallelize
+from meshwright.parallel.model import Parallel
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.torch_releases import unchecked
 from meshwright.strategy import Strategy
 from meshwright.torch_private import FakeStore, forget_meshes

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.models.parts import box_of
 from meshwright.models.tensor_plan import rule_of
-from meshwright.parallel.parallelize import Parallel
+from meshwright.parallel.model import Parallel
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.units import blocks_of
 
