@@ -121,6 +121,21 @@ def make_program(schedule: str, ranks: int, micro_batches: int) -> Program:
     return Program(schedule, ranks, micro_batches, placement, tuple(tuple(actions) for actions in order))
 
 
+def forward_program(schedule: str, ranks: int, micro_batches: int) -> Program:
+    """Forward passes alone: all micro-batches through a rank's first stage, then through its next one."""
+    placement = placement_of(schedule, ranks)
+    order = tuple(
+        tuple(
+            Action("F", stage, micro)
+            for stage, holder in enumerate(placement)
+            if holder == rank
+            for micro in range(micro_batches)
+        )
+        for rank in range(ranks)
+    )
+    return Program(schedule, ranks, micro_batches, placement, order)
+
+
 def _one_rank(schedule: str, rank: int, ranks: int, micro_batches: int) -> list[Action]:
     """Some forward passes ahead, then one forward and one backward in turn."""
     chunks = stages_per_rank(schedule)

@@ -23,6 +23,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.schedules import stages_per_rank
 from meshwright.strategy_fit import check_fit, divisors, listed, refuse
 
 if TYPE_CHECKING:
@@ -98,6 +99,12 @@ class Strategy:
             raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {listed(self.expert_degrees)}")
         for key, choices in CHOICES.items():
             _check_choice(key, getattr(self, key), choices)
+        for key, axis in (("schedule", "pp"), ("layers", "pp"), ("cp_method", "cp")):
+            if getattr(self, axis) == 1 and getattr(self, key) != getattr(Strategy, key):
+                raise ConfigError(f"{key}={getattr(self, key)} says how {axis} works; add {axis}=2, or drop it")
+        stages = self.pp * stages_per_rank(self.schedule)
+        if self.layers not in ("even", "balanced") and len(self.layers.split("+")) != stages:
+            raise ConfigError(f"layers={self.layers} is not one number for each of {stages} stages")
         _, _, members = self.cp_method.partition(":")
         if members and self.cp % int(members):
             legal = divisors(self.cp)

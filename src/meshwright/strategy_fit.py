@@ -43,18 +43,23 @@ def _check_stages(strategy: Strategy, model: ModelSpec) -> None:
         raise refuse(
             str(strategy),
             f"pp={strategy.pp} with schedule={strategy.schedule} has {stages} stages and the model {layers} layers; "
-            f"pp can be at most {legal[-1] if legal else 1}",
+            f"pp can be at most {legal[-1] if legal else 1}{_fewer_rounds(strategy, layers)}",
         )
     try:
         stage_layers(model, stages, strategy.layers)
     except ValueError as error:
         raise refuse(str(strategy), f"layers={error}; give {stages} numbers that add up to {layers}") from None
-    if strategy.zero == 3 and splits_backward(strategy.schedule):
+    if strategy.zero == 3 and strategy.dp * strategy.cp > 1 and splits_backward(strategy.schedule):
         raise refuse(
             str(strategy),
             f"schedule={strategy.schedule} computes gradients of weights late, when zero=3 has put the weights away; "
             "use zero=2, or schedule=1f1b",
         )
+
+
+def _fewer_rounds(strategy: Strategy, layers: int) -> str:
+    rounds = layers // strategy.pp
+    return f", or schedule=interleaved:{rounds}" if strategy.schedule.startswith("interleaved") and rounds else ""
 
 
 def _check_wrap(strategy: Strategy, model: ModelSpec) -> None:

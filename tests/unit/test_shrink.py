@@ -34,7 +34,7 @@ def test_every_preset_stays_legal_and_keeps_its_structure(name: str, text: str) 
     assert (spec.num_attention_heads > spec.num_key_value_heads) == (
         full.num_attention_heads > full.num_key_value_heads
     )
-    assert (spec.num_key_value_heads < tp) == (full.num_key_value_heads < tp)
+    assert (spec.num_key_value_heads < tp) == (full.num_key_value_heads < strategy.tp)
     wide = spec.num_attention_heads * spec.head_dim != spec.hidden_size
     assert wide == (full.num_attention_heads * full.head_dim != full.hidden_size)
     pieces = tp * found.strategy.shard
@@ -84,7 +84,11 @@ def test_small_shape_is_not_made_larger() -> None:
         ("dp=64 zero=3 tp=8", "dp=2 zero=3 tp=8", ("dp=64 is proved as dp=2",)),
         ("dp=64 zero=3 replicate=8 tp=4", "dp=4 zero=3 replicate=2 tp=4", ("dp=64 is proved as dp=4",)),
         ("dp=1 tp=32", "dp=1 tp=2", ("tp=32 is proved as tp=2",)),
-        ("dp=64 zero=1 ep=8 tp=2", "dp=8 zero=1 tp=2 ep=8", ("dp=64 is proved as dp=8",)),
+        ("dp=64 zero=1 ep=8 tp=2", "dp=4 zero=1 tp=2 ep=2", ("dp=64 is proved as dp=4", "ep=8 is proved as ep=2")),
+        ("dp=64 ep=8", "dp=16 ep=8", ("dp=64 is proved as dp=16",)),
+        ("dp=8 ep=8 tp=8", "dp=2 tp=8 ep=2", ("dp=8 is proved as dp=2", "ep=8 is proved as ep=2")),
+        ("dp=17", "dp=2", ("dp=17 is proved as dp=2",)),
+        ("dp=1 pp=19", "dp=1 pp=2", ("pp=19 is proved as pp=2",)),
     ],
 )
 def test_large_strategy_keeps_its_structure(asked: str, proved: str, notes: tuple[str, ...]) -> None:
@@ -124,3 +128,39 @@ def test_what_is_said_of_layers_and_sizes_is_brought_down() -> None:
 def test_samples_are_shared_evenly() -> None:
     for dp in range(1, MOST_RANKS + 1):
         assert samples_of(Strategy(replicate=dp)) % (2 * dp) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [
+        ("qwen3-235b-a22b", "dp=4 tp=8 pp=2"),
+        ("llama3.1-8b", "dp=1 tp=32"),
+        ("llama3.1-8b", "dp=1 cp=32 cp_method=ulysses"),
+    ],
+)
+def test_heads_that_ranks_share_stay_shared_when_there_are_fewer_ranks(name: str, asked: str) -> None:
+    found = shrink(asked_strategy(asked)[0], preset(name))
+    assert found.spec is not None
+    ways = found.strategy.tp * (found.strategy.cp if "ulysses" in asked else 1)
+    assert ways > found.spec.num_key_value_heads
+
+
+def test_ring_of_both_methods_stays_a_ring() -> None:
+    found = shrink(asked_strategy("dp=1 cp=16 cp_method=ulysses:8 tp=2")[0], preset("llama3.1-8b"))
+    assert str(found.strategy) == "dp=1 tp=2 cp=4 cp_method=ulysses:2"
+
+
+def test_stages_by_hand_stay_uneven() -> None:
+    found = shrink(asked_strategy("dp=1 pp=2 layers=20+12")[0], preset("llama3.1-8b"))
+    assert found.spec is not None
+    assert (found.strategy.layers, found.spec.num_hidden_layers) == ("2+1", 3)
+    lowered = shrink(
+        asked_strategy("dp=1 pp=32 layers=" + "+".join(["2", *["1"] * 30, "0"]).replace("+0", "+1"))[0], None
+    )
+    assert lowered.strategy.layers == "2+1"
+
+
+def test_layers_of_a_large_model_stay_units_of_their_own() -> None:
+    found = shrink(asked_strategy("dp=2 zero=3")[0], preset("llama3.1-8b"))
+    assert found.strategy.wrap == "block"
+    assert "wrap=auto is proved as wrap=block" in found.notes

@@ -48,7 +48,6 @@ def test_stages_given_by_hand() -> None:
     [
         ("pp=4", 4, "pp=4 with schedule=1f1b has 4 stages and the model 3 layers; pp can be at most 3"),
         ("pp=2 schedule=interleaved:2", 2, "has 4 stages and the model 3 layers; pp can be at most 1"),
-        ("pp=2 layers=1+1+1", 2, "layers=1+1+1 is 3 stages of 3 layers, not 2 of 3; give 2 numbers that add up to 3"),
         ("pp=2 layers=2+2", 2, "layers=2+2 is 2 stages of 4 layers, not 2 of 3; give 2 numbers that add up to 3"),
         ("dp=2 pp=2 zero=3 schedule=zero-bubble", 4, "use zero=2, or schedule=1f1b"),
     ],
@@ -72,3 +71,19 @@ def test_a_pipeline_cuts_the_batch_into_enough_micro_steps_by_itself(
     batch: int, micro_batch: int | None, micro_steps: int
 ) -> None:
     assert Strategy.parse("dp=2 pp=2", 4).micro_steps(batch, micro_batch) == micro_steps
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complaint"),
+    [
+        ("pp=2 layers=1+1+1", "layers=1+1+1 is not one number for each of 2 stages"),
+        ("pp=2 schedule=zbv layers=1+2", "layers=1+2 is not one number for each of 4 stages"),
+        ("schedule=zbv", "schedule=zbv says how pp works; add pp=2, or drop it"),
+        ("layers=3+5", "layers=3+5 says how pp works; add pp=2, or drop it"),
+        ("cp_method=ulysses", "cp_method=ulysses says how cp works; add cp=2, or drop it"),
+    ],
+)
+def test_what_says_nothing_without_its_axis_is_refused(strategy: str, complaint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Strategy.parse(strategy, 2)
+    assert complaint in str(refused.value)

@@ -39,19 +39,19 @@ MODEL = ModelSpec(
 @st.composite
 def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
     """Every strategy that a short form can mean."""
-    zero, tp = draw(st.integers(0, 3)), draw(DEGREE)
+    zero, tp, pp, cp = draw(st.integers(0, 3)), draw(DEGREE), draw(DEGREE), draw(DEGREE)
     replicate, shard = draw(DEGREE), draw(DEGREE) if zero else 1
     return Strategy(
-        pp=draw(DEGREE),
+        pp=pp,
         replicate=replicate,
         shard=shard,
-        cp=draw(DEGREE),
+        cp=cp,
         tp=tp,
         ep=draw(st.sampled_from(expert_degrees(replicate, shard))),
         zero=zero,
         sp=draw(st.booleans()) if tp > 1 else False,
-        schedule=draw(SCHEDULES),
-        cp_method=draw(st.sampled_from(["ring", "ulysses"])),
+        schedule=draw(SCHEDULES) if pp > 1 else "1f1b",
+        cp_method=draw(st.sampled_from(["ring", "ulysses"])) if cp > 1 else "ring",
         recompute=draw(RECOMPUTE),
         offload=draw(st.sampled_from(["none", "optimizer", "parameters"])),
         wrap=draw(WRAP) if zero > 1 else "auto",

@@ -154,8 +154,9 @@ def mixtures(model: nn.Module) -> Iterator[Mixture]:
 
 
 @torch.no_grad()
-def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None) -> dict[str, float]:
-    """After an optimizer step: move the balancing biases by the whole step's load, and start counting anew.
+def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None, taken: bool = True) -> dict[str, float]:
+    """After an optimizer step: move the balancing biases by the whole step's load (unless the step was not `taken`),
+    and start counting anew.
 
     Gives the metrics of the step: `expert_load_max`, the largest share of an expert in a layer times the number of
     experts (1 is even), and with a capacity `dropped`, the share of choices that found no room. Where `stages` hold the
@@ -171,7 +172,7 @@ def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None) -> di
         found = found.to(counted.device)
         for layer, count in zip(layers, counted.split([layer.facts.num_experts + 1 for layer in layers]), strict=True):
             load_E = count[:-1]
-            if layer.facts.router_bias_update_rate:
+            if layer.facts.router_bias_update_rate and taken:
                 layer.expert_bias += layer.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
             found[0] = torch.maximum(found[0], load_E.max() / load_E.double().mean())
             found[1] += count[-1]
@@ -180,8 +181,9 @@ def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None) -> di
             layer.dropped.zero_()
         found[3] = float(layers[0].facts.capacity_factor is not None)
     if stages is not None:
-        each = [torch.empty_like(found.cpu()) for _ in range(dist.get_world_size(stages))]
-        dist.all_gather(each, found.cpu(), group=stages)
+        found = found.to(next(model.parameters()).device)
+        each = [torch.empty_like(found) for _ in range(dist.get_world_size(stages))]
+        dist.all_gather(each, found, group=stages)
         found = torch.stack(each)
         found = torch.cat((found[:, :1].max(dim=0).values, found[:, 1:].sum(dim=0)))
     largest, dropped, chosen, has_capacity = found.tolist()

@@ -23,7 +23,11 @@ class Bubble:
 
 
 def bubble_of(
-    program: Program, times: list[tuple[Action, float, float]], wall: float, group: dist.ProcessGroup
+    program: Program,
+    times: list[tuple[Action, float, float]],
+    wall: float,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> Bubble:
     """From what each rank has recorded; `wall` is how long its passes took altogether. All ranks must ask."""
     spent: dict[tuple[int, str], list[float]] = {}
@@ -33,6 +37,7 @@ def bubble_of(
     own[0] = wall
     for (stage, kind), seconds in spent.items():
         own[1 + stage * len(KINDS) + KINDS.index(kind)] = fmean(seconds)
+    own = own.to(device)
     gathered = [torch.empty_like(own) for _ in range(program.ranks)]
     dist.all_gather(gathered, own, group=group)
     longest = max(float(one[0]) for one in gathered)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -130,17 +130,23 @@ class Parallel:
                 with self.micro_step(last=index == len(batches) - 1):
                     loss(self(**batch), index).backward()
             return
-        data.accumulate(self.module, self.strategy.zero)
-        self.last_step = self.pipeline.forward_backward(batches, loss)
-        data.reduce(self.module)
-        if self._tied is not None:
-            self._tied.sum_gradients()
+        if self.strategy.cp > 1 and self.strategy.recompute != "none":
+            lengths = {batch["tokens_BT"].shape[1] for batch in batches}
+            if len(lengths) > 1:
+                raise ValueError(
+                    f"micro-batches of {sorted(lengths)} tokens: with cp and recompute all of a step must be as long"
+                )
+        with self._tied.shared() if self._tied is not None else nullcontext():
+            data.accumulate(self.module, self.strategy.zero)
+            self.last_step = self.pipeline.forward_backward(batches, loss)
+            data.reduce(self.module)
 
     def bubble(self) -> Bubble | None:
         """How much of the last step's passes the ranks of the pipeline waited; None without one. All ranks must ask."""
         if self.pipeline is None or self.last_step is None or self.stages is None:
             return None
-        return bubble_of(self.pipeline.program(self.last_step.micro_batches), *self.last_step.times(), self.stages)
+        program = self.pipeline.program(self.last_step.micro_batches)
+        return bubble_of(program, *self.last_step.times(), self.stages, next(self.parameters()).device)
 
     @torch.no_grad()
     def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:

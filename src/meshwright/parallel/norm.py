@@ -36,6 +36,7 @@ def clip_grad_norm_(
         parameters = [parameters]
     parts: dict[Where, list[Tensor]] = {}
     locals_ = []
+    parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
             where, local = _part(parameter.grad)
@@ -43,7 +44,7 @@ def clip_grad_norm_(
                 locals_.append(local)
             if not any(parameter is other for other in counted_elsewhere):
                 parts.setdefault(where, []).append(local)
-    device = next((local.device for local in locals_), torch.device("cpu"))
+    device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for where, held in parts.items():
         total += _sum_of_squares(where, [local for local in held if local.numel()], device)

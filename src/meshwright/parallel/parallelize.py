@@ -54,7 +54,7 @@ def parallelize(
         strategy = Strategy.parse(strategy, world)
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     policy = precision or Precision(*(dtype,) * 3, buffer=None)
-    _check(model, strategy, world)
+    check_model(model, strategy, world)
     if mesh is None and strategy.world > 1:
         _start_group()
         mesh = make_mesh(strategy, "cuda" if "nccl" in dist.get_backend() else "cpu")
@@ -83,7 +83,7 @@ def _apply(
             if pipeline is not None:
                 around_forward(model, partial(_begin, axis, model))
             if isinstance(model, Decoder) and model.spec.dropout:
-                around_forward(model, _with_samples)
+                around_forward(model, partial(_with_samples, model))
         if strategy.cp > 1:
             tokens = context.apply(model, ContextLayout.of(strategy.cp, strategy.cp_method), mesh)
         if mesh.experts is not None:
@@ -136,8 +136,8 @@ def _own_share(kind: str, pipeline: Pipeline | None) -> str:
     return f"first:{own}" if own else "none"
 
 
-def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
-    """Refuse, before any process group is made, what the model cannot take."""
+def check_model(model: nn.Module, strategy: Strategy, world: int) -> None:
+    """Raise a ConfigError, before any process group is made, for what the model cannot take."""
     strategy.check_any(world)
     if isinstance(model, Decoder):
         strategy.check(model.spec, world)
@@ -156,12 +156,17 @@ def _check(model: nn.Module, strategy: Strategy, world: int) -> None:
 
 
 def _with_samples(
-    forward: Callable[..., Tensor], *inputs: Any, samples_B: Tensor | None = None, **options: Any
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    tokens_BT: Tensor,
+    positions_BT: Tensor | None = None,
+    samples_B: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Ranks that split a model must drop the same things: they cannot each draw numbers of their own."""
-    if samples_B is None and torch.is_grad_enabled():
+    if samples_B is None and model.training:
         raise ValueError("with dropout and tp, give the model `samples_B`, the global numbers of its sequences")
-    return forward(*inputs, samples_B=samples_B, **options)
+    return forward(tokens_BT, positions_BT, samples_B, **options)
 
 
 def _world_size() -> int:

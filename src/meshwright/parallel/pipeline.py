@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.parallel.spans import Spans
-from meshwright.schedules import Action, Program, Transfer, make_program, splits_backward
+from meshwright.schedules import Action, Program, Transfer, forward_program, make_program, splits_backward
 from meshwright.torch_private import backward_to_input, backward_to_weights
 
 Batch = Mapping[str, Any]
@@ -45,9 +45,11 @@ class _Embedded:
     def of(self, layer: nn.Module | None) -> Iterator[None]:
         """The context of a forward pass, in which the layer's input is cut off from what made it."""
         handle = layer.register_forward_pre_hook(self._cut) if layer is not None else None
-        yield
-        if handle is not None:
-            handle.remove()
+        try:
+            yield
+        finally:
+            if handle is not None:
+                handle.remove()
 
     def _cut(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         self.made = inputs[0]
@@ -56,7 +58,7 @@ class _Embedded:
 
     def backward(self) -> None:
         """Go on where it stopped."""
-        if self.made is not None and self.given is not None:
+        if self.made is not None and self.made.requires_grad and self.given is not None:
             torch.autograd.backward(self.made, self.given.grad)
 
 
@@ -107,6 +109,9 @@ class Pipeline:
         """Where the first stage's backward pass is split, for want of an input that has a gradient."""
         self.program: Callable[[int], Program] = cache(lambda count: make_program(schedule, self.ranks, count))
         self._steps = cache(lambda count: self.program(count).with_transfers(self.rank))
+        self._forward_steps = cache(
+            lambda count: forward_program(schedule, self.ranks, count).with_transfers(self.rank)
+        )
         placement = self.program(1).placement
         self.placement = placement
         self.stages = self.program(1).stages_of(self.rank)
@@ -136,23 +141,19 @@ class Pipeline:
     def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
         """Forward passes only: what `finish` makes of the output of each micro-batch, on the rank of the last stage."""
         results: list[Result] = []
-        sent: list[tuple[dist.Work, Tensor]] = []
-        kept: dict[tuple[int, int], Tensor] = {}
-        for stage in self.stages:
-            for micro, batch in enumerate(batches):
-                hidden = kept.pop((stage, micro), None)
-                if stage and hidden is None:
-                    hidden = self._border(batch)
-                    self._receive(hidden, self.placement[stage - 1]).wait()
-                output = self.module(**batch, hidden_BTC=hidden, layers=self.layers[stage])
-                if stage + 1 == len(self.placement):
-                    results.append(finish(output, micro))
-                elif self.placement[stage + 1] == self.rank:
-                    kept[stage + 1, micro] = output
-                else:
-                    output = output.contiguous()
-                    sent.append((self._send(output, self.placement[stage + 1]), output))
-        for work, _ in sent:
+        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)))
+        for step in self._forward_steps(len(batches)):
+            if isinstance(step, Transfer):
+                self._transfer(step, passing, batches)
+                continue
+            _, stage, micro = step
+            hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
+            output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])
+            if stage + 1 == len(self.placement):
+                results.append(finish(output, micro))
+            else:
+                self._pass_on(("forward", stage, micro), output, stage + 1, passing)
+        for work, _ in passing.sent:
             work.wait()
         return results
 
@@ -184,7 +185,7 @@ class Pipeline:
         with passing.spans.record(action):
             if kind == "I":
                 passing.unfinished[stage, micro] = self._split_backward(graph, gradient)
-            else:
+            elif graph.output.requires_grad:
                 torch.autograd.backward(graph.output, gradient)
         hidden = graph.hidden
         if hidden is not None:
@@ -195,6 +196,9 @@ class Pipeline:
     def _split_backward(self, graph: _Graph, gradient: Tensor | None) -> Callable[[], None]:
         """Compute the gradient of the input; gives what computes those of the weights."""
         given = graph.embedded.given if graph.hidden is None else graph.hidden
+        if not graph.output.requires_grad:
+            # All of the first stage is frozen.
+            return lambda: None
         if given is None:
             return lambda: torch.autograd.backward(graph.output, gradient)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -6,7 +6,8 @@ the same updates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -45,18 +46,28 @@ class TiedEmbedding:
         """Whether this rank's copy counts where the whole model is added up."""
         self._group = group
 
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """The context of a step's passes: what they give is summed, what was there before is not summed again."""
+        before, self.weight.grad = self.weight.grad, None
+        yield
+        if self.weight.requires_grad:
+            self.sum_gradients()
+        if before is not None:
+            self.weight.grad = before if self.weight.grad is None else self.weight.grad + before
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Add the other rank's gradient to this one's."""
         assert self.weight.grad is not None
         own = _local(self.weight.grad)
         sent, theirs = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
-        operations = [
-            dist.P2POp(dist.isend, sent, group=self._group, group_peer=self.other),
-            dist.P2POp(dist.irecv, theirs, group=self._group, group_peer=self.other),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+        # One after the other, and not as a batch: to NCCL a batch is a matter of all ranks of the group.
+        for sends in (self.counts, not self.counts):
+            if sends:
+                dist.send(sent, group=self._group, group_dst=self.other)
+            else:
+                dist.recv(theirs, group=self._group, group_src=self.other)
         own.add_(theirs)
 
 

@@ -32,7 +32,7 @@ def units_of(model: nn.Module, wrap: str, stages: Sequence[range] | None = None)
     kind, _, argument = wrap.partition(":")
     shared = _holders_of_shared(model)
     if kind == "name":
-        return [[module] for module in _named(model, argument.split("+"), shared)]
+        return [[module] for module in _named(model, argument.split("+"), shared, may_miss=stages is not None)]
     if kind == "size":
         return [[module] for module in _sized(model, int(argument), shared)]
     blocks = [block for block in blocks_of(model) if block not in shared]
@@ -63,8 +63,11 @@ def _holders_of_shared(model: nn.Module) -> set[nn.Module]:
     return {module for module in model.modules() if any(below in several for below in module.modules())}
 
 
-def _named(model: nn.Module, names: list[str], shared: set[nn.Module]) -> list[nn.Module]:
-    """Modules of those names or paths; of a list of modules, which is not called itself, its members."""
+def _named(model: nn.Module, names: list[str], shared: set[nn.Module], may_miss: bool) -> list[nn.Module]:
+    """Modules of those names or paths; of a list of modules, which is not called itself, its members.
+
+    A pipeline rank `may_miss` some, which others have.
+    """
     found: dict[nn.Module, None] = {}
     unknown = set(names)
     for path, module in model.named_modules():
@@ -73,7 +76,7 @@ def _named(model: nn.Module, names: list[str], shared: set[nn.Module]) -> list[n
             unknown -= fitting
             members = module.children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else [module]
             found |= dict.fromkeys(member for member in members if member not in shared)
-    if unknown:
+    if unknown and not may_miss:
         first = next(name for name in names if name in unknown)
         raise ConfigError(f"wrap=name:{'+'.join(names)}: {type(model).__name__} has no module '{first}'")
     # Inner ones first: they come after what they are in.

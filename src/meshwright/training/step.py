@@ -59,7 +59,11 @@ class TrainingStep:
         reduction: Reduction = "mean" if averaged else "sum"
         self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
         self.data_rank = self.parallel.data_rank
-        materialise(self.model, world.device)
+        # FSDP keeps shards where they were made; buffers are needed where the model computes.
+        materialise(self.model, torch.device("cpu") if strategy.offload == "parameters" else world.device)
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(world.device))
         if config.model.from_hf:
             fill_from_hf(self.model, Path(config.model.from_hf))
         else:
@@ -116,7 +120,8 @@ class TrainingStep:
             self.optimizer.step()
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
-        balance = finish_step(self.model, self.parallel.stages if self.model.spec.experts is not None else None)
+        stages = self.parallel.stages if self.model.spec.experts is not None else None
+        balance = finish_step(self.model, stages, taken)
         # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
         stop = losses.new_tensor(float(asked_to_stop))
         mean_loss, requests = self.sum(torch.stack((losses.sum(), stop))).tolist()

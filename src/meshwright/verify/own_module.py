@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.errors import UserError
-from meshwright.parallel.norm import clip_grad_norm_
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.world import World
@@ -105,7 +104,7 @@ def language_loss(model: Any, inputs: Inputs) -> Tensor:
     """The mean cross-entropy of the next token; logits may be an attribute of what the model gives."""
     (ids_BT,) = inputs
     output = model(ids_BT[:, :-1])
-    return cross_entropy(getattr(output, "logits", output), ids_BT[:, 1:])
+    return cross_entropy(getattr(output, "logits", output), model.own_tokens(ids_BT[:, 1:]))
 
 
 class OwnLoop:
@@ -141,22 +140,37 @@ class OwnLoop:
     def __call__(self, number: int) -> tuple[float, float]:
         """Train one step; gives the loss of the whole batch and the norm of its gradient."""
         whole = self.source.inputs(1000 * self.seed + number, self.samples)
-        ranks = self.parallel.strategy.dp
-        share = self.samples // self.micro_steps // ranks
+        strategy, mesh = self.parallel.strategy, self.parallel.mesh
+        share = self.samples // self.micro_steps // strategy.dp
+        starts = [(index * strategy.dp + self.parallel.data_rank) * share for index in range(self.micro_steps)]
+        mine = [self._rows(whole, slice(first, first + share)) for first in starts]
         total = torch.zeros((), dtype=torch.float64)
-        for index in range(self.micro_steps):
-            first = (index * ranks + self.parallel.data_rank) * share
-            mine = self._rows(whole, slice(first, first + share))
-            with self.parallel.micro_step(last=index == self.micro_steps - 1):
-                loss = self.source.loss(self.parallel, mine) / self.micro_steps
-                loss.backward()
-            total += loss.detach().double() / ranks
-        norm = clip_grad_norm_(self.parallel.parameters(), self.clip)
+        if self.parallel.pipeline is None:
+            for index, inputs in enumerate(mine):
+                with self.parallel.micro_step(last=index == self.micro_steps - 1):
+                    loss = self.source.loss(self.parallel, inputs) / self.micro_steps
+                    loss.backward()
+                total += loss.detach().double()
+        else:
+            self._through_pipeline(mine, total)
+        norm = self.parallel.clip_grad_norm_(self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        if self.parallel.mesh is not None:
-            dist.all_reduce(total, group=self.parallel.mesh.data.get_group())
+        if mesh is not None:
+            dist.all_reduce(total)
+            total /= strategy.dp * strategy.cp * strategy.tp
         return float(total), float(norm)
+
+    def _through_pipeline(self, mine: list[Inputs], total: Tensor) -> None:
+        """As a language model: what else a loss may need cannot be had from the last stage's output."""
+        ids = [next(iter(inputs.values() if isinstance(inputs, dict) else inputs)) for inputs in mine]
+
+        def loss(logits: Tensor, index: int) -> Tensor:
+            found = cross_entropy(logits, self.parallel.own_tokens(ids[index][:, 1:])) / len(ids)
+            total.add_(found.detach().double())
+            return found
+
+        self.parallel.forward_backward([{"tokens_BT": ids_BT[:, :-1]} for ids_BT in ids], loss)
 
     def _rows(self, inputs: Inputs, rows: slice) -> Inputs:
         """Some samples of a batch; numbers are in the model's dtype."""

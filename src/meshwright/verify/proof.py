@@ -130,7 +130,7 @@ def _count(pool: RankPool, subject: ModelSpec | str, asked: Strategy, small: Sma
     """Parameters of what is run; a user's module is built to see whether it can be."""
     if small.spec is not None:
         return count_parameters(small.spec).total
-    (answer,) = pool.run(survey, 1, subject, asked.tp, tokens_of(small.strategy))
+    (answer,) = pool.run(survey, 1, subject, asked, tokens_of(small.strategy))
     if isinstance(answer, Refusal):
         raise UserError(answer.message)
     return answer

@@ -2,7 +2,8 @@
 
 Sizes shrink, relations stay: heads to key-value heads and both to the ranks that share them, remainders of what is cut,
 dense and sparse layers, more experts than a token visits, a window shorter than the sequence. Degrees stay too, unless
-there would be more than `MOST_RANKS` processes.
+there would be more than `MOST_RANKS` processes; then copies, shards, stages and parts are two where they were more, and
+what several ranks shared they still share.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.context_layout import ContextLayout
+from meshwright.cuts import SMALL_UNIT
 from meshwright.errors import ConfigError
 from meshwright.models.count import count_parameters
 from meshwright.models.spec import Experts, ModelSpec
+from meshwright.schedules import stages_per_rank
 from meshwright.strategy import Strategy
 
 MOST_RANKS = 16
 """Local processes of a proof, at most."""
 _MOST_QUERIES = 8
 """Query heads for each key-value head, at most, unless the ranks need more."""
-_IN_TURN = ("replicate", "shard", "ep", "replicate", "shard", "pp", "cp", "tp")
-"""The order in which degrees are lowered: copies first; a lower ep lets the copies be fewer again."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ def shrink(strategy: Strategy, spec: ModelSpec | None) -> Small:
             notes.append(f"{key}={before} is proved as {key}={after}")
     if spec is None:
         return Small(fewer, None, tuple(notes))
-    small = small_spec(spec, fewer)
+    small = small_spec(spec, fewer, strategy)
     fitted = _fitted(fewer, spec, small)
-    for key in ("recompute", "wrap"):
+    for key in ("layers", "cp_method", "recompute", "wrap"):
         before, after = getattr(strategy, key), getattr(fitted, key)
         if before != after:
             notes.append(f"{key}={before} is proved as {key}={after}")
@@ -92,17 +94,11 @@ def samples_of(strategy: Strategy) -> int:
 
 
 def _fewer_ranks(strategy: Strategy) -> Strategy:
-    for key in _IN_TURN:
+    """Degrees lowered one after the other, each to the smallest that still shows what it does, until there are few."""
+    for lower in (_fewer_copies, _fewer_experts, _fewer_copies, _fewer_stages, _fewer_tokens, _fewer_parts):
         if strategy.world <= MOST_RANKS:
-            break
-        degree = getattr(strategy, key)
-        for lower in (n for n in range(2, degree) if degree % n == 0):
-            try:
-                changes: dict[str, Any] = {key: lower}
-                strategy = replace(strategy, **changes)
-                break
-            except ConfigError:
-                continue
+            return strategy
+        strategy = lower(strategy)
     if strategy.world > MOST_RANKS:
         raise ConfigError(
             f"'{strategy}' takes {strategy.world} processes even with its smallest degrees, "
@@ -111,10 +107,71 @@ def _fewer_ranks(strategy: Strategy) -> Strategy:
     return strategy
 
 
-def small_spec(spec: ModelSpec, strategy: Strategy) -> ModelSpec:
-    """A small shape that the strategy cuts in the same way as the full one."""
+def _fewer_copies(strategy: Strategy) -> Strategy:
+    """Two copies and two shards where there were more."""
+    if strategy.ep > 1:
+        return _dealt_out(strategy, strategy.ep)
+    return replace(strategy, replicate=min(2, strategy.replicate), shard=min(2, strategy.shard))
+
+
+def _fewer_experts(strategy: Strategy) -> Strategy:
+    if strategy.ep == 1:
+        return strategy
+    return _dealt_out(strategy, min(ep for ep in strategy.expert_degrees if ep > 1))
+
+
+def _dealt_out(strategy: Strategy, ep: int) -> Strategy:
+    """Experts over that many ranks, and as few data ranks as keep two copies and two shards where there were more."""
+    several, in_shards = strategy.dp > strategy.ep, strategy.shard % strategy.ep == 0
+    options = [
+        (replicate, shard)
+        for replicate in range(1, strategy.replicate + 1)
+        for shard in range(1, strategy.shard + 1)
+        if (replicate > 1) == (strategy.replicate > 1)
+        and (shard > 1) == (strategy.shard > 1)
+        and replicate * shard % ep == 0
+        and (replicate * shard > ep) == several
+        and (shard % ep == 0) == in_shards
+        and (in_shards or ep % shard == 0)
+        and (not in_shards or (shard > ep) == (strategy.shard > strategy.ep))
+    ]
+    if not options:
+        return strategy
+    replicate, shard = min(options, key=lambda option: option[0] * option[1])
+    return replace(strategy, replicate=replicate, shard=shard, ep=ep)
+
+
+def _fewer_stages(strategy: Strategy) -> Strategy:
+    if strategy.pp <= 2:
+        return strategy
+    # Sizes by hand are brought down to the small shape later; here they only have to be as many as the stages.
+    layers = strategy.layers if strategy.layers in ("even", "balanced") else _uneven(2, strategy)
+    return replace(strategy, pp=2, layers=layers)
+
+
+def _uneven(pp: int, strategy: Strategy) -> str:
+    stages = pp * stages_per_rank(strategy.schedule)
+    return "+".join(["2", *["1"] * (stages - 1)])
+
+
+def _fewer_tokens(strategy: Strategy) -> Strategy:
+    if strategy.cp <= 2:
+        return strategy
+    kind, colon, _ = strategy.cp_method.partition(":")
+    layout = ContextLayout.of(strategy.cp, strategy.cp_method)
+    members = min(2, layout.heads)
+    method = f"{kind}:{members}" if colon else kind
+    return replace(strategy, cp=min(2, layout.ring) * members, cp_method=method)
+
+
+def _fewer_parts(strategy: Strategy) -> Strategy:
+    return replace(strategy, tp=min(2, strategy.tp))
+
+
+def small_spec(spec: ModelSpec, strategy: Strategy, asked: Strategy | None = None) -> ModelSpec:
+    """A small shape that the strategy cuts in the same way as what was asked for cuts the full one."""
     tp, pieces = strategy.tp, strategy.tp * strategy.shard
-    heads, kv_heads = _heads(spec, strategy)
+    heads, kv_heads = _heads(spec, strategy, asked or strategy)
     head_dim = min(spec.head_dim, 8 if heads <= 16 else 4)
     width = heads * head_dim
     if spec.num_attention_heads * spec.head_dim != spec.hidden_size:
@@ -140,12 +197,15 @@ def small_spec(spec: ModelSpec, strategy: Strategy) -> ModelSpec:
     return ModelSpec.model_validate(spec.model_dump() | {"experts": None} | changes)
 
 
-def _heads(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
-    """Query and key-value heads: as many of the latter for a rank as in the full model, two being as good as more."""
-    ways = strategy.tp * (strategy.cp if strategy.cp_method == "ulysses" else 1)
+def _heads(spec: ModelSpec, strategy: Strategy, asked: Strategy) -> tuple[int, int]:
+    """Query and key-value heads: where a rank has several of the latter, two are as good; shared ones stay shared."""
+    ways, asked_ways = _ways(strategy), _ways(asked)
     all_heads, all_kv = spec.num_attention_heads, spec.num_key_value_heads
-    kv_heads = min(all_kv, 2 * ways if all_kv % (2 * ways) == 0 else ways)
-    if kv_heads % ways and ways % kv_heads:
+    if all_kv % asked_ways == 0:
+        kv_heads = ways * min(2, all_kv // asked_ways)
+    elif asked_ways % all_kv == 0:
+        kv_heads = max(1, ways // (asked_ways // all_kv))
+    else:
         kv_heads = all_kv
     queries = all_heads // all_kv
     legal = [
@@ -155,14 +215,26 @@ def _heads(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
     return kv_heads * fitting[-1], kv_heads
 
 
+def _ways(strategy: Strategy) -> int:
+    """Over how many ranks heads are dealt out."""
+    return strategy.tp * ContextLayout.of(strategy.cp, strategy.cp_method).heads
+
+
 def _layers(spec: ModelSpec, strategy: Strategy) -> int:
     """At least two, a layer of every kind, and as many as the stages need, with the same remainder."""
-    kind, _, number = strategy.schedule.partition(":")
-    stages = strategy.pp * {"interleaved": int(number or 1), "zbv": 2}.get(kind, 1) if strategy.pp > 1 else 1
+    stages = strategy.pp * stages_per_rank(strategy.schedule) if strategy.pp > 1 else 1
     least = 2
     if spec.experts is not None:
         least = max(least, min(spec.experts.first_k_dense_replace, 1) + min(spec.experts.decoder_sparse_step, 2))
+    if strategy.pp > 1 and strategy.layers not in ("even", "balanced"):
+        return max(sum(_small_stages(strategy.layers)), least)
     return min(spec.num_hidden_layers, _multiple(least, stages) + spec.num_hidden_layers % stages)
+
+
+def _small_stages(layers: str) -> list[int]:
+    """Sizes of stages given by hand, as one and two: the smallest stay the smallest."""
+    sizes = [int(size) for size in layers.split("+")]
+    return [1 if size == min(sizes) else 2 for size in sizes]
 
 
 def _experts(experts: Experts, width: int, tp: int, ep: int) -> Experts:
@@ -182,6 +254,12 @@ def _fitted(strategy: Strategy, full: ModelSpec, small: ModelSpec) -> Strategy:
     """The strategy with what it says of layers and sizes brought down to the small shape."""
     layers = small.num_hidden_layers
     changes: dict[str, Any] = {}
+    if strategy.pp > 1 and strategy.layers not in ("even", "balanced"):
+        *sizes, last = _small_stages(strategy.layers)
+        changes["layers"] = "+".join(map(str, [*sizes, last + layers - sum(sizes) - last]))
+    if strategy.wrap == "auto" and strategy.zero >= 2 and count_parameters(full).total >= SMALL_UNIT:
+        # The small model would be one unit, where the full one has many.
+        changes["wrap"] = "block"
     kind, _, number = strategy.recompute.partition(":")
     if kind == "first":
         part = max(1, int(number) * layers // full.num_hidden_layers)

@@ -14,11 +14,11 @@ from torch import nn
 
 from meshwright.errors import UserError
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel import tensor
+from meshwright.parallel.parallelize import check_model
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.step import TrainingError
-from meshwright.verify.own_module import OwnLoop, find
+from meshwright.verify.own_module import OwnLoop, find, language_loss
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.record import Part, Recorder, StepTrace, held, place_of
 
@@ -59,12 +59,16 @@ class Refusal:
     message: str
 
 
-def survey(world: World, place: str, tp: int, tokens: int) -> int | Refusal:
+def survey(world: World, place: str, strategy: Strategy, tokens: int) -> int | Refusal:
     """How many parameters a user's module has; refuses what cannot be proved."""
     try:
-        model = find(place, tokens).build()
-        if tp > 1:
-            tensor.check(model, tp)
+        source = find(place, tokens)
+        model = source.build()
+        check_model(model, strategy, strategy.world)
+        if strategy.pp > 1 and source.loss is not language_loss:
+            raise UserError(
+                f"pp={strategy.pp}: {place} has a loss of its own, which a pipeline cannot call; leave pp out"
+            )
     except UserError as error:
         return Refusal(str(error))
     return sum(parameter.numel() for parameter in model.parameters())
