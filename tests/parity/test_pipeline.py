@@ -7,11 +7,15 @@ from itertools import cycle
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.models.generate import generate
+from meshwright.models.initialize import build
 from meshwright.models.parts import whole
+from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
+from meshwright.training.loss import cross_entropy
 from meshwright.verify.parity import Case, Prover, batch_of, step_of
 from meshwright.verify.pool import RankPool
 from tests.parity.conftest import SPECS
@@ -69,6 +73,7 @@ COMBINED = [
     ("gqa", "dp=1 pp=2 layers=balanced"),
     ("tied", "dp=2 pp=2 offload=optimizer"),
     ("gqa", "dp=2 pp=2 zero=2 offload=parameters"),
+    ("gqa", "dp=2 pp=2 zero=3 wrap=name:embed_tokens+self_attn+lm_head"),
 ]
 
 
@@ -179,3 +184,52 @@ def test_load_of_experts_is_that_of_all_stages_on_every_rank(pool: RankPool) -> 
     (alone,) = pool.run(expert_metrics, 1, Case(spec, "auto", 1))
     for found in pool.run(expert_metrics, 4, Case(spec, "dp=2 pp=2", 4)):
         assert found == pytest.approx(alone)
+
+
+def gradients_of_own_loop(world: World, strategy: str, calls: int, frozen: str | None) -> dict[str, Tensor]:
+    """Gradients after some calls without a step in between, of a tied model of which something may be frozen."""
+    model = build(DEEP["tied"], seed=1, dtype=torch.float64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+    parallel = parallelize(model, strategy)
+    tokens = torch.randint(67, (4 * calls, 17), generator=torch.Generator().manual_seed(0))
+    for share in tokens.chunk(calls):
+        mine = share.chunk(parallel.strategy.dp)[parallel.data_rank].chunk(2)
+        batches = [{"tokens_BT": micro[:, :-1]} for micro in mine]
+        parallel.forward_backward(
+            batches, lambda logits, index, mine=mine: cross_entropy(logits, mine[index][:, 1:]) / 2
+        )
+    named = {name: parameter.grad for name, parameter in parallel.named_parameters()}
+    return {name: whole(gradient).clone() for name, gradient in named.items() if gradient is not None}
+
+
+@pytest.mark.parametrize("strategy", ["dp=1 pp=2", "dp=2 pp=2 zero=2", "dp=1 pp=2 schedule=zbv"])
+@pytest.mark.parametrize(
+    ("calls", "frozen"), [(2, None), (1, "model.embed_tokens"), (1, "model.layers.0"), (1, "model.layers")]
+)
+def test_own_loop_with_several_calls_a_step_and_with_frozen_parts(
+    strategy: str, calls: int, frozen: str | None, pool: RankPool
+) -> None:
+    ranks = Strategy.processes(strategy)
+    assert ranks is not None
+    (alone,) = pool.run(gradients_of_own_loop, 1, "auto", calls, frozen)
+    found = {n: g for held in pool.run(gradients_of_own_loop, ranks, strategy, calls, frozen) for n, g in held.items()}
+    assert found.keys() == alone.keys()
+    for name, gradient in alone.items():
+        assert float((found[name] - gradient).abs().max()) <= 1e-12, name
+
+
+def outputs_of_several(world: World, strategy: str) -> list[float]:
+    parallel = parallelize(build(DEEP["tied"], seed=1, dtype=torch.float64).eval(), strategy)
+    draw = torch.Generator().manual_seed(0)
+    batches = [{"tokens_BT": torch.randint(67, (2, length), generator=draw)} for length in (5, 16, 9, 12)]
+    return parallel.forward(batches, lambda logits, _: float(whole(logits).sum()))
+
+
+@pytest.mark.parametrize("strategy", ["dp=1 pp=2 schedule=interleaved:2", "dp=1 pp=2 schedule=zbv", "dp=1 pp=4"])
+def test_several_batches_of_unlike_shapes_go_forward_in_order(strategy: str, pool: RankPool) -> None:
+    ranks = Strategy.processes(strategy)
+    assert ranks is not None
+    (alone,) = pool.run(outputs_of_several, 1, "auto")
+    (found,) = [result for result in pool.run(outputs_of_several, ranks, strategy) if result]
+    assert found == pytest.approx(alone, rel=1e-12)
