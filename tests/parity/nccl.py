@@ -1,4 +1,4 @@
-"""Strategies over NCCL against one GPU: python -m tests.parity.nccl [--ranks 4]; needs a GPU, so pytest leaves it alone.
+"""Strategies over NCCL against one GPU: python -m tests.parity.nccl; it needs a GPU, so pytest leaves it alone.
 
 One GPU will do: NCCL refuses two ranks on one device unless it takes them for different hosts, which NCCL_HOSTID says.
 """
