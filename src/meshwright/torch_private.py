@@ -30,6 +30,7 @@ __all__ = [
     "beside",
     "flash_attention",
     "flatten",
+    "fold_gradients",
     "forget_meshes",
     "is_shard",
     "parameters_of",
@@ -124,17 +125,36 @@ def backward_to_weights(parameters: list[nn.Parameter], groups: list[dict[str, A
 
 def reduce_gradients(root: FSDPModule) -> None:
     """Reduce what backward passes have gathered in the gradients of whole parameters since the last time."""
+    fold_gradients(root)
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
+    for group in _parameter_groups(root):
+        group.post_backward()
     state: Any = root._get_fsdp_state()
+    state._root_post_backward_final_callback()
+
+
+def fold_gradients(root: FSDPModule) -> None:
+    """Add what a backward pass has left in the dtype of computing to what is kept in that of sums, where they differ.
+
+    FSDP does so after backward passes; those to weights alone it does not see.
+    """
+    for group in _parameter_groups(root):
+        for held in group.fsdp_params:
+            if hasattr(held, "_unsharded_param"):
+                held.accumulate_unsharded_grad_if_needed()
+                held.to_accumulated_grad_if_needed()
+
+
+def _parameter_groups(root: FSDPModule) -> list[Any]:
+    state: Any = root._get_fsdp_state()
+    found: list[Any] = []
     for one in state._state_ctx.all_states:
         # 2.13 allows several groups of parameters a module.
         groups = one._fsdp_param_groups if hasattr(one, "_fsdp_param_groups") else [one._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                group.post_backward()
-    state._root_post_backward_final_callback()
+        found += [group for group in groups if group is not None]
+    return found
 
 
 class FlashAttention:

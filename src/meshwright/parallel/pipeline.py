@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.spans import Spans
 from meshwright.schedules import Action, Program, Transfer, forward_program, make_program, splits_backward
-from meshwright.torch_private import backward_to_input, backward_to_weights
+from meshwright.torch_private import backward_to_input, backward_to_weights, fold_gradients
 
 Batch = Mapping[str, Any]
 """The arguments of the model for a micro-batch."""
@@ -207,6 +208,8 @@ class Pipeline:
         def finish() -> None:
             backward_to_weights(parameters, groups)
             graph.embedded.backward()
+            if isinstance(self.module, FSDPModule):
+                fold_gradients(self.module)
 
         return finish
 
