@@ -44,8 +44,9 @@ def test_folder_is_equal_and_told_as_json(meshwright: CommandLine, tmp_path: Pat
     assert result.returncode == 0, result.stdout + result.stderr
     proof = json.loads(result.stdout)
     assert proof["equal"] is True
-    assert (proof["asked"], proof["strategy"], proof["ranks"]) == ("dp=64 zero=3 tp=2", "dp=2 zero=3 tp=2", 4)
-    assert proof["notes"] == ["dp=64 is proved as dp=2"]
+    assert (proof["asked"], proof["ranks"]) == ("dp=64 zero=3 tp=2", 4)
+    assert proof["strategy"] == "dp=2 zero=3 tp=2 wrap=block"
+    assert proof["notes"] == ["dp=64 is proved as dp=2", "wrap=auto is proved as wrap=block"]
     assert proof["shape"]["tie_word_embeddings"] is True
     assert proof["shape"]["bias"] == ["q", "k", "v"]
     assert [step["step"] for step in proof["steps"]] == [1, 2]
@@ -61,6 +62,26 @@ def test_module_of_ones_own_is_equal(meshwright: CommandLine, net: Path) -> None
     result = meshwright("verify", "--model", "net:Net", "--parallel", "dp=2 zero=2 tp=2", "--steps", 2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "net:Net:" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["cp=2", "dp=2 cp=2 zero=3", "pp=2 cp=2 schedule=zbv"])
+def test_decoder_that_a_function_builds_is_equal(meshwright: CommandLine, tmp_path: Path, strategy: str) -> None:
+    (tmp_path / "dec.py").write_text(
+        "from meshwright.models.initialize import build as decoder\n"
+        "from meshwright.models.presets import preset\n"
+        "def build():\n"
+        "    return decoder(preset('tiny').model_copy(update={'tie_word_embeddings': True, 'num_hidden_layers': 4}))\n"
+    )
+    result = meshwright("verify", "--model", "dec:build", "--parallel", strategy, "--steps", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_a_foreign_module_cannot_take_is_refused_first(meshwright: CommandLine, net: Path) -> None:
+    result = meshwright("verify", "--model", "net:Net", "--parallel", "pp=2")
+    assert result.returncode == 2
+    assert "does not know how to cut Net" in result.stderr
+    assert "one device" not in result.stderr
 
 
 @pytest.mark.slow
