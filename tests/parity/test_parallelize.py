@@ -305,3 +305,29 @@ def test_no_rank_ever_holds_more_than_its_share_while_a_model_is_made(strategy: 
         for grown, size in ranks.run(peak_of_building, 4, strategy, 12):
             assert size > 150_000_000
             assert share * size - 16_000_000 < grown < share * size + 16_000_000
+
+
+class Mixed(nn.Module):
+    """Parameters of two dtypes, the narrow one first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Parameter(torch.linspace(0, 1, 6).to(torch.bfloat16))
+        self.wide = nn.Parameter(torch.linspace(0, 1, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.wide).sum() + self.narrow.double().sum()
+
+
+def update_of_two_dtypes(world: World, strategy: str) -> Tensor:
+    parallel = mw.parallelize(Mixed(), strategy)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=1e-3)
+    parallel(torch.linspace(1, 2, 6, dtype=torch.float64)).backward()
+    optimizer.step()
+    return parallel.module.wide.detach().clone()  # type: ignore[union-attr]
+
+
+def test_rows_of_several_dtypes_are_gathered_without_rounding(pool: RankPool) -> None:
+    (alone,) = pool.run(update_of_two_dtypes, 1, "auto")
+    for found in pool.run(update_of_two_dtypes, 2, "dp=2 zero=1"):
+        assert torch.equal(found, alone)

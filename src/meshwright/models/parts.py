@@ -36,6 +36,11 @@ class _Cut(NamedTuple):
     mine: int
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """The values that this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def box_of(tensor: Tensor) -> Box:
     """This rank's part of a tensor."""
     if not isinstance(tensor, DTensor):

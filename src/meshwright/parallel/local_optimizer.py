@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshwright.cuts import buckets_of, part
 from meshwright.errors import ConfigError
-from meshwright.models.parts import part_like
+from meshwright.models.parts import local_of, part_like
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.torch_releases import all_gather_into
 from meshwright.torch_private import beside, is_shard, shard_within
@@ -125,11 +125,11 @@ class LocalOptimizer(torch.optim.Optimizer):
         return mesh, (shard_within(0, cut_before), *split.values())
 
     def _in_buckets(self) -> Iterator[list[_Held]]:
-        """What is gathered together after an update: neighbours on one axis."""
-        for axis in dict.fromkeys(held.rows_over for held in self._held.values()):
-            held = [one for one in self._held.values() if one.rows_over == axis]
+        """What is gathered together after an update: neighbours on one axis, of one dtype."""
+        for axis, dtype in dict.fromkeys((held.rows_over, held.parameter.dtype) for held in self._held.values()):
+            held = [one for one in self._held.values() if (one.rows_over, one.parameter.dtype) == (axis, dtype)]
             if axis is not None and axis.size() > 1:
-                sizes = [_local(one.parameter).nbytes for one in held]
+                sizes = [local_of(one.parameter).nbytes for one in held]
                 yield from ([held[index] for index in bucket] for bucket in buckets_of(sizes))
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -141,7 +141,7 @@ class LocalOptimizer(torch.optim.Optimizer):
         """Take over one kind of a parameter's state from a whole tensor that every rank has."""
         held = self._held[parameter]
         if value.ndim and held.mesh is not None:
-            value = _local(part_like(value, held.as_whole(held.part.detach())))
+            value = local_of(part_like(value, held.as_whole(held.part.detach())))
         self._inner.state[held.part][kind] = value.to(held.part.device, copy=True)
 
     @torch.no_grad()
@@ -191,10 +191,6 @@ class LocalOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _rows(tensor: Tensor, axis: DeviceMesh, index: int) -> Tensor:
     """The rows of a rank along the axis; a view."""
     return tensor[part(tensor.shape[0], axis.size(), index)]
@@ -202,7 +198,7 @@ def _rows(tensor: Tensor, axis: DeviceMesh, index: int) -> Tensor:
 
 def _own(tensor: Tensor, rows_over: DeviceMesh | None) -> Tensor:
     """The part of a parameter or of its gradient that this rank updates; a view."""
-    local = _local(tensor)
+    local = local_of(tensor)
     return local if rows_over is None else _rows(local, rows_over, rows_over.get_local_rank())
 
 
@@ -220,7 +216,7 @@ def _gather(bucket: Sequence[_Held]) -> None:
     axis = bucket[0].rows_over
     assert axis is not None
     size = axis.size()
-    wholes = [_local(held.parameter.data) for held in bucket]
+    wholes = [local_of(held.parameter.data) for held in bucket]
     pieces = [[_rows(whole, axis, rank) for rank in range(size)] for whole in wholes]
     longest = max(sum(chunks[rank].numel() for chunks in pieces) for rank in range(size))
     mine = wholes[0].new_zeros(longest)

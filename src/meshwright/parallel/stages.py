@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from meshwright.models.decoder import Decoder
+from meshwright.models.parts import local_of
 
 
 def keep_stages(model: Decoder, layers: Sequence[range], stages: Sequence[int]) -> None:
@@ -60,7 +60,7 @@ class TiedEmbedding:
     def sum_gradients(self) -> None:
         """Add the other rank's gradient to this one's."""
         assert self.weight.grad is not None
-        own = _local(self.weight.grad)
+        own = local_of(self.weight.grad)
         sent, theirs = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         # One after the other, and not as a batch: to NCCL a batch is a matter of all ranks of the group.
         for sends in (self.counts, not self.counts):
@@ -69,7 +69,3 @@ class TiedEmbedding:
             else:
                 dist.recv(theirs, group=self._group, group_src=self.other)
         own.add_(theirs)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

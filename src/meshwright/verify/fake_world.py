@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshwright.models.initialize import build_meta
+from meshwright.models.parts import local_of
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.model import Parallel
@@ -59,11 +58,7 @@ def state_of_rank(spec: ModelSpec, strategy: Strategy, rank: int) -> RankState:
         optimizer = parallel.optimizer(torch.optim.AdamW)
         updated = [part for group in optimizer.param_groups for part in group["params"]]
         return RankState(
-            parameters=sum(_local(parameter).untyped_storage().nbytes() for parameter in parallel.parameters()),
-            optimizer=2 * sum(_local(part).nbytes for part in updated),
+            parameters=sum(local_of(parameter).untyped_storage().nbytes() for parameter in parallel.parameters()),
+            optimizer=2 * sum(local_of(part).nbytes for part in updated),
             names=tuple(name for name, _ in parallel.named_parameters()),
         )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
