@@ -8,12 +8,38 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """How the program ends; a scheduler can tell from it whether starting again makes sense."""
+
+    DONE = 0
+    """The run reached its end."""
+    FAILED = 1
+    """An error of ours, or of the machine; the traceback says which."""
+    BAD_INPUT = 2
+    """Something that the user gave is wrong; starting again changes nothing."""
+    DIVERGED = 3
+    """The numbers of the training are no longer numbers, and what was allowed against it did not help."""
+    DAMAGED = 4
+    """No checkpoint of the run can be trusted."""
+    NO_PROGRESS = 5
+    """The same step failed again and again; starting again changes nothing."""
+    PARTITIONED = 6
+    """This machine cannot reach enough of the others."""
+    OUT_OF_MEMORY = 7
+    """A rank needs more memory than there is."""
+    LOCKED = 8
+    """Another process trains in the run folder."""
+    PREEMPTED = 75
+    """Asked to stop, saved: the same command goes on from there."""
 
 
 class UserError(ValueError):
     """Something that the user gave is wrong; the message says what to change."""
 
-    exit_code = 2
+    exit_code: int = ExitCode.BAD_INPUT
 
 
 class ConfigError(UserError):

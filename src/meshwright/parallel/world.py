@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.torch_releases import Store
+from meshwright.pulse import Pulse
 from meshwright.torch_private import forget_meshes
 
 
@@ -30,6 +31,8 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     backend: str = "none"
+    pulse: Pulse = field(default_factory=Pulse)
+    """Where this rank says what it is doing."""
 
     @property
     def is_first(self) -> bool:
@@ -102,14 +105,16 @@ def join_world(
     timeout_s: float,
     ranks: tuple[int, int, int] = (0, 1, 0),
     store: Store | None = None,
+    pulse: Pulse | None = None,
 ) -> Iterator[World]:
     """The world of (rank, size, local rank); its process group lives as long as the context."""
     rank, size, local_rank = ranks
+    pulse = pulse or Pulse(rank)
     device = pick_device(device_setting, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
-        yield World(device=device)
+        yield World(device=device, pulse=pulse)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -117,7 +122,7 @@ def join_world(
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **where)
     try:
-        yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo")
+        yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo", pulse)
     finally:
         dist.destroy_process_group()
         forget_meshes()

@@ -66,16 +66,22 @@ class TrainingLoop:
                 hook.at_start(self)
             with self._batches() as batches:
                 started = time.perf_counter()
+                pulse = self.world.pulse
+                pulse.enter("data")
                 for step, batch in batches:
+                    pulse.step = step + 1
                     metrics = self.train_step(step, batch)
                     self.step = step + 1
                     seconds = time.perf_counter() - started
                     metrics |= {"tokens_per_s": metrics["tokens"] / seconds, "step_s": seconds}
+                    pulse.enter("hooks")
                     for hook in self.hooks:
                         hook.after_step(self, metrics)
                     if self.stopping:
                         break
+                    pulse.enter("data")
                     started = time.perf_counter()
+            pulse.enter("end")
             for hook in reversed(self.hooks):
                 hook.at_end(self)
 
@@ -89,6 +95,7 @@ class TrainingLoop:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss on the held-out sequences, the same for every number of ranks; None when there are none."""
+        self.world.pulse.enter("evaluate")
         count = min(self.config.train.eval_sequences, self.job.sampler.validation_sequences)
         if count == 0:
             return None
@@ -141,6 +148,7 @@ class TrainingLoop:
 
     def _resume(self) -> Manifest | None:
         """Take up the latest checkpoint of the run folder, if there is one."""
+        self.world.pulse.enter("restore")
         found = list_checkpoints(self.job.folder.checkpoints)
         if not found:
             return None

@@ -79,6 +79,8 @@ class TrainingStep:
         Where it is known, `valid` is how many targets of the whole batch count; else the ranks count them together.
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
+        pulse = self.world.pulse
+        pulse.enter("forward")
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
         documents = self._documents(inputs)
@@ -101,6 +103,7 @@ class TrainingStep:
                 counting.wait()
             loss = summed / valid * (self._copies if counting is not None else 1)
             losses[index] = loss.detach()
+            pulse.enter("backward")
             return loss * (scale * self._loss_factor)
 
         batches = [
@@ -111,11 +114,13 @@ class TrainingStep:
         if counting is not None:
             counting.wait()
             valid = valid // self._copies
+        pulse.enter("reduce")
         norm = self.parallel.clip_grad_norm_(self.config.train.grad_clip, scale=scale)
         rate = learning_rate(self.config.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         taken = self.loss_scale.accept(norm)
+        pulse.enter("optimizer")
         if taken:
             self.optimizer.step()
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.

@@ -1,0 +1,73 @@
+"""Faults on purpose, for tests of what happens then. Nothing here does anything unless MESHWRIGHT_FAULT is set.
+
+`MESHWRIGHT_FAULT="rank=1,step=7,phase=backward,kind=sigkill"` kills rank 1 when it enters the backward pass of step 7.
+Several are separated by semicolons. `rank` and `step` may be left out (all of them), `generation` is 0 unless given
+(so that what was restarted gets through) and may be `any`; `times` is how often a fault plays in one process, 1 unless
+given. Kinds that only the code at that place can play, such as a loss that is not a number, are given back to it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from dataclasses import dataclass
+
+from meshwright.errors import ConfigError
+
+VARIABLE = "MESHWRIGHT_FAULT"
+
+
+class InjectedError(RuntimeError):
+    """The error of kind=raise."""
+
+
+@dataclass
+class Fault:
+    """One fault: where it plays, and what it does there."""
+
+    kind: str
+    phase: str
+    rank: int | None = None
+    step: int | None = None
+    generation: int | None = 0
+    times: int = 1
+
+    def plays(self, phase: str, rank: int, step: int, generation: int) -> bool:
+        """Whether it is to happen now."""
+        wanted = ((self.rank, rank), (self.step, step), (self.generation, generation))
+        return self.phase == phase and self.times > 0 and all(want in (None, found) for want, found in wanted)
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """The faults that a value of the variable describes."""
+    return [_parse(part) for part in text.split(";") if part.strip()]
+
+
+def _parse(text: str) -> Fault:
+    given = dict(pair.split("=", 1) for pair in re.split(r"[,\s]+", text.strip()) if "=" in pair)
+    try:
+        numbers = {key: int(given[key]) for key in ("rank", "step", "times") if key in given}
+        generation = given.get("generation", "0")
+        return Fault(
+            given["kind"], given["phase"], generation=None if generation == "any" else int(generation), **numbers
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"{VARIABLE}: '{text}' needs kind=... and phase=..., numbers elsewhere ({error})") from None
+
+
+def play(kind: str) -> None:
+    """Do what a kind means to a whole process; kinds that it does not know are left to the caller."""
+    name, _, amount = kind.partition(":")
+    if name in ("sigkill", "sigstop", "sigterm", "sigint", "sigsegv", "sigabrt"):
+        os.kill(os.getpid(), signal.Signals[name.upper()])
+    elif name == "raise":
+        raise InjectedError(f"injected fault {kind}")
+    elif name == "exit":
+        os._exit(int(amount or 1))
+    elif name == "sleep":
+        time.sleep(float(amount))
+    elif name == "gil":
+        # A match that takes for ever and never lets another thread run.
+        re.match(r"(a?){40}a{40}", "a" * 40)
