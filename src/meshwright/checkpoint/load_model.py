@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.format import MANIFEST, list_checkpoints, read_manifest
-from meshwright.checkpoint.training_state import restore_model
+from meshwright.checkpoint.format import MANIFEST, list_checkpoints
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.training_state import check_size, restore
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, UserError
 from meshwright.models.decoder import Decoder
@@ -25,10 +26,12 @@ def load_model(
         return load_hf(path, device=device, dtype=dtype).eval()
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
-        manifest = read_manifest(checkpoint)
-        saved = manifest.tensors["model.model.embed_tokens.weight"].dtype
-        model = build_empty(manifest.model, device, getattr(torch, saved))
-        restore_model(model, checkpoint, manifest)
+        reader = CheckpointReader(checkpoint)
+        spec = reader.manifest.model
+        check_size(reader.manifest, spec)
+        saved = reader.manifest.tensors["model.model.embed_tokens.weight"].dtype
+        model = build_empty(spec, device, getattr(torch, saved))
+        restore(reader, model)
         return (model if dtype is None else model.to(dtype)).eval()
     if path.exists():
         raise CheckpointError(

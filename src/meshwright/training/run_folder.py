@@ -6,11 +6,14 @@ import fcntl
 import itertools
 import json
 import time
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 from meshwright._version import __version__
+from meshwright.checkpoint.format import list_checkpoints, read_manifest
 from meshwright.config import RunConfig, load_config
 from meshwright.config_load import format_config
 from meshwright.errors import CheckpointError
@@ -23,6 +26,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.toml"
+        self.identity = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -62,9 +66,26 @@ class RunFolder:
                 with self._lock():
                     self.path.resolve().rename(self._aside())
             self.path.mkdir(parents=True, exist_ok=True)
-            return self._lock()
+            lock = self._lock()
+            if not self.identity.exists():
+                write_atomically(self.identity, json.dumps({"run": self._former_id() or uuid.uuid4().hex}) + "\n")
+            return lock
         except OSError as error:
             raise CheckpointError(f"run.dir={self.path} cannot be written: {error.strerror}; choose another") from None
+
+    def _former_id(self) -> str:
+        """The run that the checkpoints here say they belong to, should the file that tells be lost."""
+        for folder in reversed(list_checkpoints(self.checkpoints)):
+            with suppress(CheckpointError):
+                return read_manifest(folder).run
+        return ""
+
+    def run_id(self) -> str:
+        """What tells this run from all others: made by the first rank when it takes the folder."""
+        try:
+            return str(json.loads(self.identity.read_bytes())["run"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CheckpointError(f"{self.identity} cannot be read; restore it from a copy of the run") from None
 
     def write_config(self, config: RunConfig) -> None:
         """Write the resolved configuration."""
