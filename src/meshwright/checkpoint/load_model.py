@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.format import MANIFEST, list_checkpoints
+from meshwright.checkpoint.find import latest_checkpoint
+from meshwright.checkpoint.format import MANIFEST
+from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.training_state import check_size, restore
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
@@ -44,18 +46,23 @@ def load_model(
     return build(spec, seed, device, dtype or torch.float32).eval()
 
 
-def find_checkpoint(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Place | None:
     """The checkpoint that a path means: itself, or the latest one of a run."""
-    if (path / MANIFEST).exists():
+    try:
+        return latest_checkpoint(path)
+    except CheckpointError:
+        return None
+
+
+def tokenizer_folder_of(path: str | Path) -> Path | None:
+    """Where the tokenizer of a run, of a checkpoint in one, or of a Hugging Face folder lies, if it has one."""
+    path = Path(path)
+    if (path / "config.json").exists():
         return path
-    found = list_checkpoints(path / "checkpoints")
-    return found[-1] if found else None
+    run = path.resolve().parent.parent if (path / MANIFEST).exists() else path
+    return run / "tokenizer" if (run / "tokenizer").is_dir() else None
 
 
 def load_tokenizer_of(path: str | Path) -> Tokenizer:
     """The tokenizer that belongs to a run, a checkpoint in one, or a Hugging Face folder."""
-    path = Path(path)
-    if (path / "config.json").exists():
-        return load_tokenizer(path)
-    run = path.resolve().parent.parent if (path / MANIFEST).exists() else path
-    return load_tokenizer(run / "tokenizer")
+    return load_tokenizer(tokenizer_folder_of(path) or Path(path) / "tokenizer")

@@ -32,6 +32,12 @@ class CheckpointReader(StorageReader):
         self._files = CheckedFiles(folder, manifest)
         self.manifest = self._files.manifest
 
+    def see(self, name: str) -> None:
+        """Raise unless all pieces of a tensor are in their files, before anyone makes room for it."""
+        entry = self.manifest.tensors[name]
+        for piece in entry.pieces:
+            self._files.length(piece, entry.dtype)
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """DCP: a new load begins."""
 
@@ -104,15 +110,16 @@ def load_parts(reader: CheckpointReader, parts: Parts) -> None:
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
+def load_one(reader: CheckpointReader, name: str) -> Tensor:
+    """A tensor of a checkpoint, whole and in host memory."""
+    reader.see(name)
+    entry = reader.manifest.tensors[name]
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    load_parts(reader, {name: Held.of(tensor)})
+    return tensor
+
+
 def load_whole(folder: Place | str | os.PathLike[str], prefix: str = "") -> dict[str, Tensor]:
     """The tensors of a checkpoint whose names start so, whole and in host memory."""
-    files = CheckedFiles(folder)
-    found = {}
-    for name, entry in files.manifest.tensors.items():
-        if name.startswith(prefix):
-            for piece in entry.pieces:
-                files.length(piece, entry.dtype)
-            found[name] = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    reader = CheckpointReader(files.folder, files.manifest)
-    load_parts(reader, {name: Held.of(tensor) for name, tensor in found.items()})
-    return found
+    reader = CheckpointReader(folder)
+    return {name: load_one(reader, name) for name in reader.manifest.tensors if name.startswith(prefix)}
