@@ -186,6 +186,9 @@ class CheckpointSection(_Section):
     RUN_DIR/checkpoints. All machines must see it."""
     background: bool = free(True)
     """Write while training goes on: a step waits only until its state is copied to host memory."""
+    cpu_share: float | None = free(None, gt=0, le=1)
+    """Share of a core that the writing of a rank may take from the training; None is 0.03 where training computes on
+    the CPU, and 1 on a GPU, where cores have time."""
     wait_s: float = free(30.0, ge=0)
     """Seconds that a checkpoint which is due waits for the one before, still being written; then it is left out."""
     keep: int = free(2, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -83,8 +84,16 @@ class CheckedFiles:
         return found
 
 
-def find_damage(folder: Place, files: set[str] | None = None, threads: int | None = None) -> list[Damage]:
-    """Everything that is wrong with a checkpoint, or with some of its files; nothing when it is what was saved."""
+def find_damage(
+    folder: Place,
+    files: set[str] | None = None,
+    threads: int | None = None,
+    between: Callable[[], None] = lambda: None,
+) -> list[Damage]:
+    """Everything that is wrong with a checkpoint, or with some of its files; nothing when it is what was saved.
+
+    Reads with that many threads; with one, in the caller's own, calling `between` after every piece.
+    """
     try:
         checked = CheckedFiles(folder)
     except CheckpointError as error:
@@ -111,6 +120,12 @@ def find_damage(folder: Place, files: set[str] | None = None, threads: int | Non
             return Damage(piece.file, name, str(error))
         return None
 
-    with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        found = [damage for damage in pool.map(look, pieces) if damage is not None]
-    return [*broken.values(), *found]
+    found: list[Damage | None] = []
+    if threads == 1:
+        for piece in pieces:
+            found.append(look(piece))
+            between()
+    else:
+        with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
+            found = list(pool.map(look, pieces))
+    return [*broken.values(), *(damage for damage in found if damage is not None)]

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from meshwright.checkpoint.checked import Damage, find_damage
 from meshwright.checkpoint.format import FileEntry, Manifest, Piece, step_name
 from meshwright.checkpoint.marks import mark
+from meshwright.checkpoint.pace import Pace
 from meshwright.checkpoint.pieces import Parts, PieceSavePlanner, dtype_name, write_item
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.retention import Retention, prune
@@ -74,6 +75,7 @@ class Saver:
         retention: Retention,
         *,
         verify: bool = True,
+        cpu_share: float = 1.0,
         before_commit: Callable[[], None] = lambda: None,
         at: Callable[[str], Any] = lambda place: None,
     ) -> None:
@@ -81,11 +83,14 @@ class Saver:
         self.exchange = exchange
         self.retention = retention
         self.verify = verify
+        self.cpu_share = cpu_share
+        """Of a core, that a save in the background may take from the training."""
         self.staged_step = self.durable_step = -1
         self._before_commit = before_commit
         self._at = at
         self._planned: _Planned | None = None
         self._staging = _Staging()
+        self._pace = Pace()
         self._thread: threading.Thread | None = None
         self._outcomes: list[Outcome] = []
 
@@ -101,7 +106,10 @@ class Saver:
         self._at("stage")
         planner = PieceSavePlanner()
         planner.set_up_planner(parts, is_coordinator=self.exchange.is_first)
-        writer = CheckpointWriter(self.checkpoints, facts, before_commit=self._before_commit, at=self._at)
+        self._pace = Pace(self.cpu_share if background else 1.0)
+        writer = CheckpointWriter(
+            self.checkpoints, facts, before_commit=self._before_commit, at=self._at, pace=self._pace
+        )
         try:
             planned, key = self._plan(planner, writer)
         except CheckpointError as error:
@@ -127,8 +135,9 @@ class Saver:
         return found
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until no save is in flight."""
+        """Until no save is in flight; it is no longer held back."""
         if self._thread is not None:
+            self._pace.hurry()
             self._thread.join(timeout_s)
 
     def _plan(self, planner: PieceSavePlanner, writer: CheckpointWriter) -> tuple[_Planned, str]:
@@ -223,7 +232,7 @@ class Saver:
             return [], []
         folder = self.checkpoints.child(step_name(job.step))
         own = {f"{item.index.fqn.split('.')[0]}-{self.exchange.rank:05d}.safetensors" for item in job.plan.items}
-        found = find_damage(folder, own, threads=1)
+        found = find_damage(folder, own, threads=1, between=self._pace.breathe)
         everyone = self.exchange.collect([[one.file, one.tensor, one.what] for one in found])
         damage = [Damage(*one) for told in everyone for one in told]
         pruned = []

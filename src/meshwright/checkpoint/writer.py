@@ -30,10 +30,14 @@ from meshwright.checkpoint.format import (
     step_name,
     write_manifest,
 )
+from meshwright.checkpoint.pace import Pace
 from meshwright.checkpoint.pieces import bytes_of, dtype_name
 from meshwright.checkpoint.place import Place, no_space, open_place
 from meshwright.checkpoint.safetensors_file import dtype_bytes, make_header
 from meshwright.errors import CheckpointError
+
+AT_A_TIME = 4 * 2**20
+"""How many bytes are written before training is let through."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class CheckpointWriter(StorageWriter):
         *,
         before_commit: Callable[[], None] = lambda: None,
         at: Callable[[str], Any] = _nothing,
+        pace: Pace | None = None,
     ) -> None:
+        self.pace = pace or Pace()
         self.checkpoints = checkpoints if isinstance(checkpoints, Place) else open_place(os.fspath(checkpoints))
         self.facts = facts
         self.before_commit = before_commit
@@ -135,7 +141,9 @@ class CheckpointWriter(StorageWriter):
                     value = planner.resolve_data(item)
                     assert isinstance(value, Tensor)
                     data = bytes_of(value.detach().cpu().contiguous())
-                    target.write(data)
+                    for start in range(0, len(data), AT_A_TIME):
+                        target.write(data[start : start + AT_A_TIME])
+                        self.pace.breathe()
                     left -= len(data)
                     piece = Piece(
                         file=file,

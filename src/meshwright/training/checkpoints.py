@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from meshwright.training.loop import TrainingLoop
 
 
+BESIDE_CPU_TRAINING = 0.03
+
+
 class SaveCheckpoints(Hook):
     """A checkpoint every checkpoint.every steps, and at the end or when the run is asked to stop."""
 
@@ -43,6 +46,7 @@ class SaveCheckpoints(Hook):
                 trainer.exchange,
                 retention_of(settings),
                 verify=settings.verify,
+                cpu_share=settings.cpu_share or (BESIDE_CPU_TRAINING if trainer.world.device.type == "cpu" else 1.0),
                 at=pulse.fault,
             )
             self.saver.durable_step = trainer.resumed_from.step if trainer.resumed_from else -1
