@@ -182,7 +182,7 @@ class CheckpointSection(_Section):
     every: int = free(500, ge=0)
     """Steps between checkpoints; one is always saved at the end. 0 saves at the end only."""
     dir: str | None = free(None, min_length=1)
-    """Where checkpoints lie: a folder or s3://..., gs://... (pip install 'meshwright[remote]'); None is
+    """Where checkpoints lie: a folder or s3://..., gs://... (pip install 'meshwright[s3]', 'meshwright[gs]'); None is
     RUN_DIR/checkpoints. All machines must see it."""
     background: bool = free(True)
     """Write while training goes on: a step waits only until its state is copied to host memory."""
