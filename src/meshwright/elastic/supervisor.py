@@ -206,7 +206,7 @@ class Supervisor:
         if not ranks.failed:
             return None
         ranks.settle()
-        return self.membership.explain(ranks.failure())
+        return None if ranks.stopped_early else self.membership.explain(ranks.failure())
 
     def _was_asked(self) -> bool:
         return self._asked is not None
