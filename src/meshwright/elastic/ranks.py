@@ -148,7 +148,7 @@ class Ranks:
         while self.running and time.monotonic() < deadline:
             self.wait([], min(0.2, max(0.0, deadline - time.monotonic())))
             self._read_reports()
-            if any(not failure.consequence for failure in self._failures()):
+            if self.stopped_early or any(not failure.consequence for failure in self._failures()):
                 deadline = min(deadline, time.monotonic() + SETTLE_S)
         # Their deaths by our hand are no cause: what they are is noted before.
         self._noted = self._failures()
@@ -156,7 +156,8 @@ class Ranks:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether, once they have settled, all trouble follows from a rank that was asked to stop before its first step."""
+        """Whether a rank was asked to stop before its first step; trouble of others, if any, follows from that."""
+        self._read_reports()
         asked = any(report.get("early") for report in self._reports.values())
         return asked and all(failure.consequence for failure in self._noted)
 
