@@ -57,29 +57,6 @@ def test_what_no_number_of_ranks_can_do_is_refused_with_its_own_reason() -> None
 DEGREES = ("dp=2", "dp=4", "zero=1", "zero=3", "replicate=2", "shard=2", "tp=2", "tp=4", "pp=2", "pp=4", "cp=2", "cp=4")
 OTHERS = ("ep=2", "ep=4", "schedule=interleaved:2", "layers=balanced", "cp_method=ulysses", "sp=off", "recompute=full")
 WORDS = (*DEGREES, *OTHERS, "offload=optimizer", "offload=parameters", "wrap=block")
-    "dp=2",
-    "dp=4",
-    "zero=1",
-    "zero=3",
-    "replicate=2",
-    "shard=2",
-    "tp=2",
-    "tp=4",
-    "pp=2",
-    "pp=4",
-    "cp=2",
-    "cp=4",
-    "ep=2",
-    "ep=4",
-    "schedule=interleaved:2",
-    "layers=balanced",
-    "cp_method=ulysses",
-    "sp=off",
-    "recompute=full",
-    "offload=optimizer",
-    "offload=parameters",
-    "wrap=block",
-]
 
 
 @given(
