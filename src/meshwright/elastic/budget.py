@@ -29,7 +29,8 @@ class Budget:
         last = failures[-1]
         row = 0
         for failure in reversed(failures):
-            if failure.step != last.step:
+            # A machine that was lost is not the step's fault.
+            if failure.step != last.step or failure.rank < 0:
                 break
             row += 1
         if row >= self.same_step_failures:

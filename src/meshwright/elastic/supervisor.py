@@ -40,8 +40,8 @@ class Membership(Protocol):
     launch: str
     """A name of this launch that no other has."""
 
-    def join(self, failure: Failure | None) -> Placement:
-        """The next generation, once everyone is there; raises what ends the run instead."""
+    def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
+        """The next generation, once everyone is there; None when cancelled before, raises what ends the run instead."""
 
     def explain(self, failure: Failure) -> Failure:
         """The cause that a failure seen here follows from, if another machine knows it."""
@@ -74,7 +74,7 @@ class Alone:
         self._failures: list[Failure] = []
         self._generation = -1
 
-    def join(self, failure: Failure | None) -> Placement:
+    def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
         if failure is not None:
             self._failures.append(failure)
             if (refusal := self._budget.refusal(self._failures)) is not None:
@@ -129,6 +129,7 @@ class Supervisor:
         self._lock: Lock | None = None
         self._private = Path()
         self._noticed: tuple[float, Failure] | None = None
+        self._untold: Failure | None = None
 
     def run(self) -> Ending:
         """How the run ended; raises the first cause when it failed for good."""
@@ -141,6 +142,7 @@ class Supervisor:
             finally:
                 if self._ranks is not None:
                     self._ranks.kill()
+                self._record_failure()
                 if self._watchdog is not None:
                     self._watchdog.close()
                 self.membership.close()
@@ -150,11 +152,15 @@ class Supervisor:
     def _generations(self) -> Ending:
         failure: Failure | None = None
         while True:
-            if self._asked is not None:
+            placement = None if self._was_asked() else self.membership.join(failure, self._was_asked)
+            if placement is None:
                 self.membership.leave()
-                return Ending(ExitCode.PREEMPTED, self._asked.name)
-            placement = self._hold(self.membership.join(failure))
-            failure = self._generation(placement)
+                return Ending(ExitCode.PREEMPTED, "asked to stop between two generations")
+            try:
+                failure = self._generation(self._hold(placement))
+            except UserError as mistake:
+                self.membership.finish(mistake.exit_code, str(mistake))
+                raise
             if failure is not None:
                 self._tell(failure)
                 if failure.code is not None:
@@ -167,7 +173,10 @@ class Supervisor:
                     raise RankError(failure.text)
                 continue
             assert self._ranks is not None
-            ending = self.membership.over() or self._ranks.ending()
+            over = self.membership.over()
+            if not placement.local and over is None:
+                continue
+            ending = over or self._ranks.ending()
             self._note_progress(self._ranks, ended=True)
             if ending.code == ExitCode.DONE:
                 self.membership.finish(ending.code, "")
@@ -239,12 +248,14 @@ class Supervisor:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
+            self._untold = None
             return placement
         fence = Fence(self.membership.launch, placement.generation, placement.host)
         if self._lock is not None and self._lock.is_current:
             self._lock.write(fence)
         else:
             self._lock = self.folder.hold(self._fresh and placement.generation == 0, fence)
+        self._record_failure()
         return replace(placement, fence=fence)
 
     def _tell(self, failure: Failure) -> None:
@@ -256,6 +267,14 @@ class Supervisor:
             # Below a progress bar that nobody took away.
             show_cursor()
             self._say(f"{failure.title}\n{failure.text.rstrip()}")
+        # Written by who holds the folder next: that may be another machine than before.
+        self._untold = failure
+
+    def _record_failure(self) -> None:
+        """Write what went wrong to the run folder, where this machine holds it."""
+        failure, self._untold = self._untold, None
+        if failure is None:
+            return
         self._event(
             "failed",
             rank=failure.rank,
