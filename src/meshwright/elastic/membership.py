@@ -85,10 +85,14 @@ class Member:
         context: Any = multiprocessing.get_context("fork" if may_fork(device) else "spawn")
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, nodes, count, budget, plan, identity, self.host, os.getpid())
-        self._process = context.Process(target=_meet, args=arguments)
+        self._process = context.Process(target=_meet, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
-        self.launch = str(self._ask({"do": "register"}, 60.0)["launch"])
+        try:
+            self.launch = str(self._ask({"do": "register"}, 60.0)["launch"])
+        except BaseException:
+            self.close()
+            raise
 
     def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
         """The next generation; None when this machine is asked to stop meanwhile."""
