@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -63,7 +63,7 @@ class Training:
         deadline = time.monotonic() + timeout
         while not condition():
             if self.process.poll() is not None:
-                out, err = self.process.communicate()
+                out, err = (text or "" for text in self.process.communicate())
                 raise AssertionError(
                     f"ended with {self.process.returncode} before {what}\n{out[-2000:]}\n{err[-4000:]}"
                 )
@@ -110,9 +110,13 @@ def start(
     name: str = "run",
     under: Sequence[str] = (),
     session: bool = False,
+    output: TextIO | None = None,
     **variables: str,
 ) -> Training:
-    """Start `meshwright train` in a folder; `fault` is a value of MESHWRIGHT_FAULT, `under` a command before it."""
+    """Start `meshwright train` in a folder; `fault` is a value of MESHWRIGHT_FAULT, `under` a command before it.
+
+    What it prints is kept for `wait`; one that prints much for long needs an `output` of its own.
+    """
     ranks = [] if nproc is None else ["--nproc", str(nproc)]
     command = [*under, sys.executable, "-m", "meshwright", "train", *settings, *SETTINGS, f"run.dir={name}", *ranks]
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", VARIABLE: fault, **variables}
@@ -121,8 +125,8 @@ def start(
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output or subprocess.PIPE,
+        stderr=output or subprocess.PIPE,
         text=True,
         start_new_session=session,
     )

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.errors import ExitCode
 from tests.chaos.machines import Machines, until
-from tests.chaos.runs import assert_near_run, checkpoints, events, last_step, metrics, start
+from tests.chaos.runs import assert_near_run, checkpoints, events, last_step, metrics, start, wait_until_gone
 
 NODES = "2:4"
 STEPS = 40
@@ -54,7 +54,11 @@ def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: M
     until(lambda: last_step(folder) >= 7, "step 7")
     at = len(resumed(folder))
     assert resumed(folder)[-1][1] == 3
-    machines.kill(c)
+    # Its agent alone: the ranks must not train on as orphans.
+    ranks = c.launcher.children(recursive=True)
+    c.launcher.kill()
+    c.process.communicate()
+    wait_until_gone(ranks, 10)
     lost = until(lambda: started_with(folder, 2, at + 1), "a start of two machines")
     assert last_step(folder) >= checkpoints(folder)[-1] >= 5
     again = machines.train("c", *CHANGES, nodes=NODES, fault=SLOW)

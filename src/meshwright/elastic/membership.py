@@ -74,7 +74,7 @@ class Member:
         self.host = socket.gethostname()
         self._answers: dict[int, dict[str, Any]] = {}
         self._asked = 0
-        self._heard = time.monotonic()
+        self._heard = self._looked = time.monotonic()
         self._lost_since: float | None = None
         self._why_lost = ""
         self._waiting = False
@@ -173,7 +173,12 @@ class Member:
 
     def _lost(self) -> float | None:
         """Since when the store is lost."""
-        if self._lost_since is None and time.monotonic() - self._heard > STORE_S:
+        now = time.monotonic()
+        if now - self._looked > 2.0:
+            # Nobody looked, perhaps because this process was stopped: that is not the store's silence.
+            self._heard = max(self._heard, now - 2.0)
+        self._looked = now
+        if self._lost_since is None and now - self._heard > STORE_S:
             self._lost_since = time.monotonic()
             self._why_lost = f"it has been silent for {STORE_S:g} s"
         return self._lost_since

@@ -309,6 +309,8 @@ def _tell(report: Connection, error: BaseException) -> int:
         code, text = error.exit_code, str(error)
     cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     lost = any(sign in text for sign in LOST_CONNECTION)
+    if lost and code is None:
+        cause = "lost the connection to another rank"
     # The parent may read when the ranks have ended: more than a pipe holds would keep this one from ending.
     message = {"time": time.time(), "code": code, "cause": cause, "lost_connection": lost, "text": text[-8_000:]}
     _send(report, message)
