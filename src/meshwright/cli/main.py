@@ -18,6 +18,7 @@ from meshwright.errors import UserError, nearest
 
 VERBS = {
     "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
+    "rendezvous": "serve the store where the machines of a run on several of them meet",
     "verify": "prove on this machine's CPU that a model under a strategy computes what one device computes",
     "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",
     "data": "turn a corpus into packed token shards, check them, describe them",

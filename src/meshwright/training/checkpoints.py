@@ -47,6 +47,7 @@ class SaveCheckpoints(Hook):
                 retention_of(settings),
                 verify=settings.verify,
                 cpu_share=settings.cpu_share or (BESIDE_CPU_TRAINING if trainer.world.device.type == "cpu" else 1.0),
+                before_commit=trainer.job.folder.check_generation,
                 at=pulse.fault,
             )
             self.saver.durable_step = trainer.resumed_from.step if trainer.resumed_from else -1
