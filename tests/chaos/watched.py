@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,8 @@ from typing import Any
 
 from meshwright.config import RunConfig, resolve_config
 from meshwright.elastic.limits import Limits
-from meshwright.elastic.rank_side import answer_watchers
+from meshwright.elastic.mismatch import explain_abort
+from meshwright.elastic.rank_side import answer_watchers, leave_last_words
 from meshwright.elastic.watchdog import watchdog_command
 from meshwright.parallel.torch_releases import FileStore
 from meshwright.parallel.world import join_world
@@ -34,7 +36,11 @@ def rank_main(config: RunConfig, rank: int, size: int, folder: Path) -> None:
     answer_watchers(folder, rank)
     store = FileStore(str(folder / "store"), size) if size > 1 else None
     with join_world("cpu", config.elastic.timeout_s, (rank, size, rank), store, pulse) as world:
-        Trainer(config, world).train()
+        try:
+            Trainer(config, world).train()
+        except BaseException:
+            leave_last_words(folder, rank)
+            raise
     os._exit(0)
 
 
@@ -71,6 +77,9 @@ def main() -> None:
         watchdog.stdin.close()
         watchdog.wait(10)
         thread.join()
+        ended_by = {n: signal.Signals(-rank.exitcode) for n, rank in enumerate(ranks) if rank.exitcode < 0}
+        if explained := explain_abort(folder, ended_by):
+            print("abort", explained)
         print("exit", *[rank.exitcode for rank in ranks], flush=True)
 
 

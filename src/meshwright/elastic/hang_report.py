@@ -121,6 +121,8 @@ def _rank_lines(view: View, verdict: Verdict, words: Mapping[int, Word], limits:
     for wait in mine:
         lines.append(f"    in {_call(wait, words)}")
         lines.append(f"      has not come: {_list(wait.missing)}{_not_seen(wait)}")
+    if not mine and view.stacks.collective:
+        lines.append(f"    waits for other ranks in torch.distributed's {view.stacks.collective}")
     if word is None:
         lines.append("    has told nothing of its collectives")
     elif not mine:

@@ -127,6 +127,9 @@ def waits_for(views: Mapping[int, View], waits: Iterable[Wait]) -> dict[int, set
     for view in views.values():
         if view.beat is not None and view.beat.waits_for != NOBODY:
             edges.setdefault(view.rank, set()).add(view.beat.waits_for)
+        elif view.rank not in edges and view.stacks.collective:
+            # It makes or checks a group, of which the recorder knows nothing: it waits for any of the others.
+            edges[view.rank] = set(views) - {view.rank}
     return edges
 
 

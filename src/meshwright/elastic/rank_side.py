@@ -46,6 +46,15 @@ def answer_watchers(folder: Path, rank: int) -> None:
     thread.start()
 
 
+def leave_last_words(folder: Path, rank: int) -> None:
+    """Write down which collectives this rank has called lately: for a rank that fails, before it ends."""
+    from meshwright.torch_private import flight_records
+
+    entries = [entry for one in flight_records(with_entries=True) for entry in one.get("entries", [])]
+    with suppress(OSError):
+        _write(folder / f"{rank}.last", {"records": [_record(entry) for entry in entries if not entry["is_p2p"]][-20:]})
+
+
 def _tell(folder: Path, rank: int, pid: int) -> None:
     from meshwright.torch_private import flight_records, group_members
 

@@ -55,6 +55,12 @@ class Stacks:
         own = (frame for frame in self.main if not _is_library(frame.file))
         return next(own, self.main[0] if self.main else None)
 
+    @property
+    def collective(self) -> str:
+        """The function of torch.distributed that the main thread waits in; empty when it is somewhere else."""
+        near = [frame for frame in self.main[:4] if frame.file.endswith("torch/distributed/distributed_c10d.py")]
+        return near[-1].function.split(".")[-1] if near else ""
+
 
 def take_stacks(pid: int, folder: Path, rank: int, timeout_s: float = 5.0) -> Stacks:
     """The stacks of a rank, now."""
