@@ -1,1 +1,1 @@
-"""Training that goes on after faults: who starts ranks again, who watches them, what is told of it."""
+"""Training that goes on after faults: ranks are looked after, ended as a whole and started again."""
