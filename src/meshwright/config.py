@@ -193,6 +193,15 @@ class ElasticSection(_Section):
     process with 0 is not a process of its own, as a debugger wants it."""
     same_step_failures: int = free(3, ge=1)
     """The run ends, with exit code 5, when the same step has failed this many times in a row."""
+    watchdog: bool = free(True)
+    """Watch the ranks from a process of its own, and start them again when one of them holds up the others for ever."""
+    first_timeout_s: float = free(600.0, gt=0)
+    """How long a rank may stay in a phase (data, forward, backward, ...) before it is known how long that takes here:
+    the first steps, which compile, the first evaluation and save, start and restore."""
+    hang_factor: float = free(5.0, ge=1)
+    """Once it is known: a rank hangs after this many times the longest that a phase has taken, ..."""
+    hang_floor_s: float = free(60.0, gt=0)
+    """... and this many seconds more. A rank that a signal has stopped may stay so for this long."""
 
 
 class ObserveSection(_Section):

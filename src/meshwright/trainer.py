@@ -8,10 +8,11 @@ from functools import partial
 
 from meshwright.config import RunConfig
 from meshwright.elastic.budget import Budget
+from meshwright.elastic.limits import limits_of
 from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, Work
 from meshwright.elastic.supervisor import Alone, Supervisor
-from meshwright.elastic.watch_link import standard_watchdog
+from meshwright.elastic.watchdog import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
@@ -72,7 +73,7 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None) 
         timeout_s=config.elastic.timeout_s,
         folder=job.folder,
         fresh=config.run.fresh,
-        watchdog=standard_watchdog(),
+        watchdog=watchdog_command(limits_of(config.elastic)) if config.elastic.watchdog else None,
     )
     return ExitCode(supervisor.run().code)
 

@@ -2,7 +2,7 @@
 
     python -m tests.chaos.watched NPROC FIRST FACTOR FLOOR setting=value ...
 
-Prints `ready PID...`, then each line of the watchdog as it comes, then `exit CODE...`. After a hang the ranks are killed.
+Prints `ready PID...`, then each line of the watchdog as it comes, then `exit CODE...`. After a hang it kills the ranks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
         said = {"generation": 0, "host": "here", "run_dir": str(Path(config.run.dir).absolute())}
         said["ranks"] = {str(number): rank.pid for number, rank in enumerate(ranks)}
         (folder / "ranks.json").write_text(json.dumps(said))
-        command = watchdog_command(folder, Limits(first, factor, floor), interval_s=0.2)
+        command = [*watchdog_command(Limits(first, factor, floor), interval_s=0.2), str(folder)]
         watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         print("ready", *[rank.pid for rank in ranks], watchdog.pid, flush=True)
 

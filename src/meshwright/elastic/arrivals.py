@@ -102,14 +102,14 @@ class Mismatch:
     """The ranks that differ from most; all of them where there is no majority."""
 
 
-def read_word(folder: Path, rank: int, asked: int) -> Word | None:
-    """What a rank has told last; None when it never has."""
+def read_word(folder: Path, rank: int, pid: int, asked: int) -> Word | None:
+    """What the rank of that process has told last; None when it never has."""
     for name, answered in ((f"{rank}.records", True), (f"{rank}.collectives", False)):
         try:
             said = json.loads((folder / name).read_text())
         except (OSError, ValueError):
             continue
-        if answered and said["answers"] != asked:
+        if said["pid"] != pid or (answered and said["answers"] != asked):
             continue
         return _word(said, answered)
     return None

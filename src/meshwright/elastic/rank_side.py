@@ -39,6 +39,7 @@ def answer_watchers(folder: Path, rank: int) -> None:
     # Only here: torch takes seconds to import, and a watcher that wants the name of a signal should not wait.
     import meshwright.torch_private  # noqa: F401
 
+    (folder / f"{rank}.last").unlink(missing_ok=True)
     # Files are opened once and kept: a signal handler cannot open any.
     faulthandler.enable((folder / f"{rank}.fatal").open("w"))
     faulthandler.register(STACK_SIGNAL, (folder / f"{rank}.stacks").open("w"), all_threads=True, chain=False)
@@ -90,7 +91,7 @@ def _tell(folder: Path, rank: int, pid: int) -> None:
                         "done": int(status["last_completed_collective"]),
                     }
                 )
-        said: dict[str, Any] = {"time": time.monotonic(), "answers": asked, "groups": groups}
+        said: dict[str, Any] = {"pid": pid, "time": time.monotonic(), "answers": asked, "groups": groups}
         if number != asked:
             asked = number
             said |= {"answers": asked, "records": records}

@@ -154,6 +154,9 @@ class Supervisor:
                 self.membership.leave()
                 return Ending(ExitCode.PREEMPTED, self._asked.name)
             placement = self._hold(self.membership.join(failure))
+            # All ranks must check or none; other machines do not know of this one's failure.
+            check = failure is not None and failure.check and placement.local == placement.world
+            placement = replace(placement, check=check)
             failure = self._generation(placement)
             if failure is not None:
                 self._tell(failure)
@@ -223,8 +226,8 @@ class Supervisor:
             self._say("the watchdog has ended and is started again")
             self._watchdog.restart()
         for verdict in self._watchdog.verdicts():
-            self._event("hang" if verdict.hang else "warning", ranks=verdict.ranks, text=verdict.text)
-            if verdict.hang:
+            self._event(verdict.kind, ranks=verdict.ranks, text=verdict.text, report=verdict.report)
+            if verdict.kind == "hang":
                 guilty = verdict.ranks[0] if verdict.ranks else -1
                 where = f"\nthe whole report is in {verdict.report}" if verdict.report else ""
                 failure = ranks.blame(guilty, "hangs", verdict.text + where)

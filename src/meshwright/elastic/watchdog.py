@@ -140,6 +140,8 @@ class Watchdog:
             # Another process has the number now.
             process = replace(process, state="gone")
         beat = read_pulse(self.folder / f"{rank}.pulse")
+        if beat is not None and beat.pid != watched.pid:
+            beat = None  # From an earlier generation.
         if beat is not None and beat.entered != watched.entered:
             watched.entered, watched.since = beat.entered, self.now
             watched.stack, watched.moving = (), False
@@ -230,7 +232,7 @@ class Watchdog:
         able = {rank for rank, view in views.items() if not view.process.ended and view.process.state != STOPPED}
         deadline = time.monotonic() + ANSWER_S
         while True:
-            words = {rank: read_word(self.folder, rank, self._asked) for rank in views}
+            words = {rank: read_word(self.folder, rank, view.pid, self._asked) for rank, view in views.items()}
             answered = {rank for rank, word in words.items() if word is not None and word.answered}
             if able <= answered or time.monotonic() > deadline:
                 return {rank: word for rank, word in words.items() if word is not None}
@@ -266,13 +268,13 @@ class Watchdog:
         return {"kind": kind, "ranks": list(ranks), "report": "", "text": text, **more}
 
 
-def watchdog_command(folder: Path, limits: Limits | None = None, interval_s: float = INTERVAL_S) -> list[str]:
-    """The command that starts a watchdog of a folder; its standard input must be a pipe that stays open."""
+def watchdog_command(limits: Limits | None = None, interval_s: float = INTERVAL_S) -> list[str]:
+    """The command that starts a watchdog, but for the folder; its standard input must be a pipe that stays open."""
     limits = limits or Limits()
     return [
-        *(sys.executable, "-m", "meshwright.elastic.watchdog", str(folder)),
+        *(sys.executable, "-m", "meshwright.elastic.watchdog", "--interval", f"{interval_s}"),
         *("--first-timeout", f"{limits.first_s}", "--hang-factor", f"{limits.factor}"),
-        *("--hang-floor", f"{limits.floor_s}", "--interval", f"{interval_s}"),
+        *("--hang-floor", f"{limits.floor_s}"),
     ]
 
 
