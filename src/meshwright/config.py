@@ -202,6 +202,17 @@ class ElasticSection(_Section):
     """Once it is known: a rank hangs after this many times the longest that a phase has taken, ..."""
     hang_floor_s: float = free(60.0, gt=0)
     """... and this many seconds more. A rank that a signal has stopped may stay so for this long."""
+    health: Literal["warn", "drain", "off"] = free("warn")
+    """What to do when a sensor of a machine crosses a limit: tell, or, where its hardware is at fault, save and leave
+    that machine as if it had been sent SIGTERM."""
+    health_memory: float = free(0.97, ge=0, le=1)
+    """Share of the machine's, or container's, memory that may be in use; 0 is no limit."""
+    health_load: float = free(0.0, ge=0)
+    """Processes that may want to run for each core, over a minute; 0 is no limit."""
+    health_disk_gib: float = free(1.0, ge=0)
+    """GiB that should be free on the disk of the run folder; 0 is no limit."""
+    health_gpu_celsius: float = free(90.0, ge=0)
+    """How hot a GPU may be; 0 is no limit. Errors of GPUs are always told."""
 
 
 class ObserveSection(_Section):

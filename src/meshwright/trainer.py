@@ -8,11 +8,10 @@ from functools import partial
 
 from meshwright.config import RunConfig
 from meshwright.elastic.budget import Budget
-from meshwright.elastic.limits import limits_of
 from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, Work
 from meshwright.elastic.supervisor import Alone, Supervisor
-from meshwright.elastic.watchdog import watchdog_command
+from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
@@ -73,7 +72,7 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None) 
         timeout_s=config.elastic.timeout_s,
         folder=job.folder,
         fresh=config.run.fresh,
-        watchdog=watchdog_command(limits_of(config.elastic)) if config.elastic.watchdog else None,
+        watchdog=watchdog_command(config.elastic) if config.elastic.watchdog else None,
     )
     return ExitCode(supervisor.run().code)
 

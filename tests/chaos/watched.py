@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig, resolve_config
-from meshwright.elastic.limits import Limits
 from meshwright.elastic.mismatch import explain_abort
 from meshwright.elastic.rank_side import answer_watchers, leave_last_words
-from meshwright.elastic.watchdog import watchdog_command
+from meshwright.elastic.watch_settings import WatchSettings, watchdog_command
 from meshwright.parallel.torch_releases import FileStore
 from meshwright.parallel.world import join_world
 from meshwright.pulse import Pulse
@@ -57,7 +56,7 @@ def main() -> None:
         said = {"generation": 0, "host": "here", "run_dir": str(Path(config.run.dir).absolute())}
         said["ranks"] = {str(number): rank.pid for number, rank in enumerate(ranks)}
         (folder / "ranks.json").write_text(json.dumps(said))
-        command = [*watchdog_command(Limits(first, factor, floor), interval_s=0.2), str(folder)]
+        command = [*watchdog_command(WatchSettings(first, factor, floor)), str(folder)]
         watchdog = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         print("ready", *[rank.pid for rank in ranks], watchdog.pid, flush=True)
 

@@ -68,9 +68,20 @@ class Verdict:
 
 
 def judge(
-    views: Mapping[int, View], words: Mapping[int, Word], *, stop_limit_s: float, longest_s: float, gone_s: float = 5.0
+    views: Mapping[int, View],
+    words: Mapping[int, Word],
+    *,
+    world: int,
+    floor_s: float,
+    longest_s: float,
+    gone_s: float = 5.0,
 ) -> Verdict:
-    """The verdict on the ranks of one machine. Nothing may stand still for longer than `longest_s`."""
+    """The verdict on the ranks of one machine, of `world` ranks in all.
+
+    What can be proved (ranks that are stopped, that disagree, that wait for each other) is told after `floor_s`, what
+    can only be guessed from the time it takes after the limit of the rank, and nothing may stand still for longer than
+    `longest_s`.
+    """
     waits = tuple(find_waits(words))
     gone = [view.rank for view in views.values() if view.process.ended and not view.finished]
     if gone:
@@ -78,20 +89,34 @@ def judge(
         return Verdict("gone", tuple(gone), certain, waits)
     stopped = [view for view in views.values() if view.process.state == STOPPED]
     if stopped:
-        certain = any(view.halted_s > stop_limit_s for view in stopped)
+        certain = any(view.halted_s > floor_s for view in stopped)
         return Verdict("stopped", tuple(view.rank for view in stopped), certain, waits)
-    late = [view for view in views.values() if view.over]
-    if not late:
+    if not any(view.over or view.age_s > floor_s for view in views.values()):
         return Verdict("")
     mismatch = find_mismatch(words)
     if mismatch is not None:
         return Verdict("mismatch", mismatch.odd, True, waits, mismatch)
-    return _follow(views, late, waits, longest_s)
+    circle = _circle(views, waits_for(views, waits, world))
+    if circle and all(views[rank].over or views[rank].age_s > floor_s for rank in circle):
+        return Verdict("circle", circle, True, waits)
+    late = [view for view in views.values() if view.over]
+    return _follow(views, late, waits, waits_for(views, waits, world), longest_s) if late else Verdict("")
 
 
-def _follow(views: Mapping[int, View], late: Iterable[View], waits: tuple[Wait, ...], longest_s: float) -> Verdict:
+def _circle(views: Mapping[int, View], edges: Mapping[int, set[int]]) -> tuple[int, ...]:
+    """Ranks that wait for each other, and for nobody who could go on by himself."""
+    ends = {rank for view in views.values() for rank in _ends(view.rank, edges) if edges.get(rank)}
+    return tuple(sorted(ends)) if ends <= views.keys() else ()
+
+
+def _follow(
+    views: Mapping[int, View],
+    late: Iterable[View],
+    waits: tuple[Wait, ...],
+    edges: Mapping[int, set[int]],
+    longest_s: float,
+) -> Verdict:
     """Follow the waits from ranks that are late to those that wait for nobody."""
-    edges = waits_for(views, waits)
     in_collective = {wait.rank for wait in waits}
     ends: set[int] = set()
     for view in late:
@@ -101,9 +126,7 @@ def _follow(views: Mapping[int, View], late: Iterable[View], waits: tuple[Wait, 
     too_long = any(view.age_s > max(longest_s, *(views[rank].limit_s for rank in (view.rank, *seen))) for view in late)
     circle = sorted(rank for rank in seen if edges.get(rank))
     if circle:
-        # Ranks are asked one after another: what looks like a circle may be two moments of ranks that move.
-        certain = too_long or all(views[rank].over for rank in circle)
-        return Verdict("circle", tuple(circle), certain, waits, unseen=unseen)
+        return Verdict("circle", tuple(circle), too_long, waits, unseen=unseen)
     stalled = [rank for rank in seen if rank in in_collective]
     guilty = [rank for rank in seen if rank not in in_collective]
     stuck = tuple(rank for rank in guilty if views[rank].stuck)
@@ -119,7 +142,7 @@ def _follow(views: Mapping[int, View], late: Iterable[View], waits: tuple[Wait, 
     return Verdict("stalled", tuple(stalled), certain, waits)
 
 
-def waits_for(views: Mapping[int, View], waits: Iterable[Wait]) -> dict[int, set[int]]:
+def waits_for(views: Mapping[int, View], waits: Iterable[Wait], world: int) -> dict[int, set[int]]:
     """By rank, the ranks that it waits for."""
     edges: dict[int, set[int]] = {}
     for wait in waits:
@@ -129,7 +152,7 @@ def waits_for(views: Mapping[int, View], waits: Iterable[Wait]) -> dict[int, set
             edges.setdefault(view.rank, set()).add(view.beat.waits_for)
         elif view.rank not in edges and view.stacks.collective:
             # It makes or checks a group, of which the recorder knows nothing: it waits for any of the others.
-            edges[view.rank] = set(views) - {view.rank}
+            edges[view.rank] = set(range(world)) - {view.rank}
     return edges
 
 

@@ -8,13 +8,8 @@ steps take minutes is not mistaken for a stuck one, and one whose steps take mil
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meshwright.pulse import Beat
-
-if TYPE_CHECKING:
-    # It brings pydantic, for which a watchdog would have to wait.
-    from meshwright.config import ElasticSection
 
 ONCE = frozenset({"start", "restore", "end"})
 """Phases of which a rank sees one: there is nothing to learn from."""
@@ -55,8 +50,3 @@ class Limits:
             f"{learned:.3g} s (elastic.hang_factor={self.factor:g} x the longest {beat.phase} so far, "
             f"{beat.longest[beat.phase]:.3g} s, + elastic.hang_floor_s={self.floor_s:g})"
         )
-
-
-def limits_of(settings: ElasticSection) -> Limits:
-    """The rule that the settings mean."""
-    return Limits(settings.first_timeout_s, settings.hang_factor, settings.hang_floor_s)

@@ -101,6 +101,7 @@ class Ranks:
             "generation": self.placement.generation,
             "host": self.placement.host,
             "run_dir": run_dir,
+            "world": self.placement.world,
             "ranks": {str(self._rank(local)): process.pid for local, process in enumerate(self._processes)},
         }
         write_atomically(self.folder / "ranks.json", json.dumps(listing))

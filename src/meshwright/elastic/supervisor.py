@@ -227,6 +227,8 @@ class Supervisor:
             self._watchdog.restart()
         for verdict in self._watchdog.verdicts():
             self._event(verdict.kind, ranks=verdict.ranks, text=verdict.text, report=verdict.report)
+            if verdict.kind == "drain":
+                os.kill(os.getpid(), signal.SIGTERM)
             if verdict.kind == "hang":
                 guilty = verdict.ranks[0] if verdict.ranks else -1
                 where = f"\nthe whole report is in {verdict.report}" if verdict.report else ""

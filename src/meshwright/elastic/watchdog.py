@@ -9,6 +9,8 @@ and `report`:
 - `warning`: a rank is stopped, or over its limit and still moving. Nothing needs to be done.
 - `cleared`: it goes on.
 - `hang`: the ranks named will not come along by themselves; the report, in the run folder, says all that is known.
+- `health`, `health_cleared`: a sensor of the machine has crossed its limit, or is within it again.
+- `drain`: a sensor says that the hardware is at fault, and elastic.health=drain that such a machine should be left.
 
 It never touches the ranks: who started them ends them. It ends when its standard input is closed or its parent is
 gone. It imports no torch, and all its times come from the monotonic clock, of which it believes only what it has seen:
@@ -26,7 +28,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,10 @@ from meshwright.elastic.arrivals import Word, read_word
 from meshwright.elastic.hang_report import Place, headline, report, write_report
 from meshwright.elastic.judge import Verdict, View, judge
 from meshwright.elastic.limits import Limits
+from meshwright.elastic.machine import MachineWatch
 from meshwright.elastic.processes import STOPPED, process_state
 from meshwright.elastic.stacks import Frame, take_stacks
+from meshwright.elastic.watch_settings import WatchSettings
 from meshwright.pulse import read_pulse
 
 INTERVAL_S = 0.5
@@ -74,11 +78,14 @@ class _Ranks:
 
     place: Place
     ranks: dict[int, _Watched]
+    world: int
+    """How many ranks there are, with those of other machines."""
     told: bool = False
     """Whether a hang of this generation has been told."""
     next_look: float = 0.0
     pause_s: float = LEAD_S
-    words: dict[int, Word] = field(default_factory=dict)
+    last: Verdict | None = None
+    """What the last closer look gave."""
 
 
 class Watchdog:
@@ -96,9 +103,9 @@ class Watchdog:
         self._pool = ThreadPoolExecutor(8)
 
     @property
-    def run_dir(self) -> Path | None:
-        """The run folder of the ranks, once it is known."""
-        return self._ranks.place.run_dir if self._ranks is not None else None
+    def place(self) -> Place | None:
+        """Whose ranks it watches, once that is known."""
+        return self._ranks.place if self._ranks is not None else None
 
     def look(self) -> list[dict[str, Any]]:
         """One look at all ranks; gives the lines to tell."""
@@ -132,7 +139,7 @@ class Watchdog:
                 place = Place(str(said["host"]), int(said["generation"]), Path(said["run_dir"]))
                 pids = {int(rank): int(pid) for rank, pid in said["ranks"].items()}
                 ranks = {rank: _Watched(pid, process_state(pid).started, since=self.now) for rank, pid in pids.items()}
-                self._ranks = _Ranks(place, ranks)
+                self._ranks = _Ranks(place, ranks, int(said.get("world", len(ranks))))
 
     def _view(self, rank: int, watched: _Watched) -> View:
         process = process_state(watched.pid)
@@ -164,10 +171,10 @@ class Watchdog:
                 verdict = Verdict("stopped", (rank,))
                 text = headline(verdict, views, {}, self._ranks.place)
                 text += f"; it may stay so for {self.limits.floor_s:g} s (elastic.hang_floor_s)"
-                lines.append(self._line("warning", (rank,), text))
+                lines.append(line_of("warning", (rank,), text))
             elif watched.warned == "stopped" and view.process.state != STOPPED and not view.process.ended:
                 watched.warned = ""
-                lines.append(self._line("cleared", (rank,), f"rank {rank} on {self._ranks.place.host} goes on"))
+                lines.append(line_of("cleared", (rank,), f"rank {rank} on {self._ranks.place.host} goes on"))
         return lines
 
     def _tell_moved(self, views: dict[int, View]) -> list[dict[str, Any]]:
@@ -179,13 +186,13 @@ class Watchdog:
                 watched.warned = ""
                 where = f" and is in {view.beat.phase} of step {view.beat.step}" if view.beat is not None else ""
                 text = f"rank {rank} on {self._ranks.place.host} went on{where}"
-                lines.append(self._line("cleared", (rank,), text))
+                lines.append(line_of("cleared", (rank,), text))
         return lines
 
     def _worth_a_closer_look(self, views: dict[int, View]) -> bool:
         assert self._ranks is not None
         soon = any(
-            view.age_s > view.limit_s - min(LEAD_S, view.limit_s / 4)
+            view.age_s > min(view.limit_s - min(LEAD_S, view.limit_s / 4), self.limits.floor_s)
             or (view.process.ended and not view.finished)
             or (view.process.state == STOPPED and view.halted_s > self.limits.floor_s)
             for view in views.values()
@@ -200,11 +207,16 @@ class Watchdog:
         assert found is not None
         words = self._ask(views)
         views = self._with_stacks(views)
-        verdict = judge(views, words, stop_limit_s=self.limits.floor_s, longest_s=self.limits.first_s)
-        found.next_look = self.now + min(found.pause_s, self._next_limit(views))
-        if any(view.over for view in views.values()):
+        verdict = judge(views, words, world=found.world, floor_s=self.limits.floor_s, longest_s=self.limits.first_s)
+        # Ranks are asked one after another: what looks like a standstill may be two moments of ranks that move.
+        again = verdict == found.last or verdict.cause not in ("circle", "stalled")
+        found.last = verdict
+        if verdict.certain and not again:
+            found.pause_s = LEAD_S
+        elif any(view.age_s > self.limits.floor_s for view in views.values()):
             found.pause_s = min(2 * found.pause_s, LONGEST_PAUSE_S)
-        if verdict.cause and verdict.certain:
+        found.next_look = self.now + min(found.pause_s, self._next_limit(views))
+        if verdict.cause and verdict.certain and again:
             found.told = True
             return [self._tell_hang(verdict, views, words)]
         lines = []
@@ -214,7 +226,7 @@ class Watchdog:
                 if views[rank].over and not watched.warned:
                     watched.warned = "slow"
                     text = headline(Verdict("late", (rank,), False, verdict.waits), views, words, found.place)
-                    lines.append(self._line("warning", (rank,), text))
+                    lines.append(line_of("warning", (rank,), text))
         return lines
 
     def _next_limit(self, views: dict[int, View]) -> float:
@@ -258,47 +270,43 @@ class Watchdog:
         text = report(verdict, views, words, place, self.limits, time.monotonic())
         steps = [view.beat.step for view in views.values() if view.beat is not None]
         path = ""
-        with suppress(OSError):
+        try:
             path = str(write_report(text, place, max(steps, default=0)))
-        return self._line(
-            "hang", verdict.guilty, headline(verdict, views, words, place), report=path, cause=verdict.cause
-        )
-
-    def _line(self, kind: str, ranks: tuple[int, ...], text: str, **more: str) -> dict[str, Any]:
-        return {"kind": kind, "ranks": list(ranks), "report": "", "text": text, **more}
+        except OSError as error:
+            print(f"meshwright watchdog: the report could not be written: {error}\n{text}", file=sys.stderr, flush=True)
+        return line_of("hang", verdict.guilty, headline(verdict, views, words, place), report=path, cause=verdict.cause)
 
 
-def watchdog_command(limits: Limits | None = None, interval_s: float = INTERVAL_S) -> list[str]:
-    """The command that starts a watchdog, but for the folder; its standard input must be a pipe that stays open."""
-    limits = limits or Limits()
-    return [
-        *(sys.executable, "-m", "meshwright.elastic.watchdog", "--interval", f"{interval_s}"),
-        *("--first-timeout", f"{limits.first_s}", "--hang-factor", f"{limits.factor}"),
-        *("--hang-floor", f"{limits.floor_s}"),
-    ]
+def line_of(kind: str, ranks: tuple[int, ...], text: str, **more: str) -> dict[str, Any]:
+    """A line that the watchdog tells."""
+    return {"kind": kind, "ranks": list(ranks), "report": "", "text": text, **more}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     """Watch until there is nobody to tell."""
     parser = argparse.ArgumentParser(prog="meshwright.elastic.watchdog", description="Watches the ranks of a folder.")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--first-timeout", type=float, default=Limits.first_s)
-    parser.add_argument("--hang-factor", type=float, default=Limits.factor)
-    parser.add_argument("--hang-floor", type=float, default=Limits.floor_s)
-    parser.add_argument("--interval", type=float, default=INTERVAL_S)
+    parser.add_argument("--settings", default="{}", help="JSON")
     given = parser.parse_args(arguments)
+    settings = WatchSettings(**json.loads(given.settings))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # The one who started it decides when it ends: ranks that save after a signal are still watched.
         signal.signal(number, signal.SIG_IGN)
-    watchdog = Watchdog(given.folder, Limits(given.first_timeout, given.hang_factor, given.hang_floor))
+    watchdog = Watchdog(given.folder, settings.limits)
+    machine = (
+        MachineWatch(settings.health_limits, drain=settings.health == "drain") if settings.health != "off" else None
+    )
     parent = os.getppid()
     while os.getppid() == parent and given.folder.exists():
-        for line in watchdog.look():
+        lines = watchdog.look()
+        if machine is not None and watchdog.place is not None:
+            lines += [line_of(kind, (), text) for kind, text in machine.look(watchdog.place)]
+        for line in lines:
             try:
                 print(json.dumps(line), flush=True)
             except BrokenPipeError:
                 os._exit(0)
-        ready, _, _ = select.select([sys.stdin], [], [], given.interval)
+        ready, _, _ = select.select([sys.stdin], [], [], INTERVAL_S)
         if ready and not os.read(sys.stdin.fileno(), 4096):
             break
     # Threads that still wait for a stack do not matter any more.
