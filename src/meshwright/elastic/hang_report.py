@@ -16,6 +16,7 @@ from meshwright.elastic.stacks import Frame
 from meshwright.pulse import NOBODY
 
 FRAMES_SHOWN = 25
+CALLS_SHOWN = 3
 STARTERS = {
     ("process.py", "run"),
     ("process.py", "_bootstrap"),
@@ -51,7 +52,7 @@ def headline(verdict: Verdict, views: Mapping[int, View], words: Mapping[int, Wo
         said = ", ".join(f"{_ranks(ranks)} called {kind}" for kind, ranks in kinds.items())
         return f"ranks disagree in collective {mismatch.number} of {name_of(mismatch.group, words)}: {said}"
     if verdict.cause == "circle":
-        return f"{who} wait for each other in different collectives{waiting}"
+        return f"ranks wait for each other in different collectives, most of them for {who}{waiting}"
     if verdict.cause == "late":
         alive = "" if verdict.certain else ", and is slow rather than stuck"
         return f"{who} {'are' if plural else 'is'} stuck{_phase(first)}{_at(first)}{alive}{waiting}"
@@ -181,16 +182,16 @@ def _advice(verdict: Verdict, views: Mapping[int, View]) -> list[str]:
 
 
 def _waiting(verdict: Verdict, words: Mapping[int, Word]) -> str:
-    """A clause on who waits where, of the wait that most ranks share."""
+    """A clause on who waits where; first the collective that most ranks are in."""
     by_call: dict[str, list[Wait]] = {}
     for wait in verdict.waits:
         by_call.setdefault(_call(wait, words), []).append(wait)
-    if not by_call:
-        return ""
-    call, waits = max(by_call.items(), key=lambda item: len(item[1]))
-    missing = sorted({rank for wait in waits for rank in wait.missing})
-    late = f", where {_ranks(missing)} did not arrive" if missing else ""
-    return f"; {_ranks([wait.rank for wait in waits])} wait{'s' if len(waits) == 1 else ''} in {call}{late}"
+    clauses = []
+    for call, waits in sorted(by_call.items(), key=lambda item: -len(item[1]))[:CALLS_SHOWN]:
+        missing = sorted({rank for wait in waits for rank in wait.missing})
+        late = f", where {_ranks(missing)} did not arrive" if missing else ""
+        clauses.append(f"{_ranks([wait.rank for wait in waits])} wait{'s' if len(waits) == 1 else ''} in {call}{late}")
+    return "".join(f"; {clause}" for clause in clauses)
 
 
 def _call(wait: Wait, words: Mapping[int, Word]) -> str:

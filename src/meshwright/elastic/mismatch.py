@@ -71,6 +71,16 @@ def explain_disagreement(text: str) -> str | None:
     return f"ranks disagree in a collective: {', '.join(said)} (ranks as numbered in their group)"
 
 
+def fatal_stack(path: Path) -> str:
+    """The stack that a rank left when a fatal signal ended it, as lines to add to a text; empty when it left none."""
+    try:
+        text = path.read_text()
+    except OSError:
+        return ""
+    frames = parse_faulthandler(text).main if text else ()
+    return "".join(f"\n  {frame}" for frame in frames[:12])
+
+
 def _aborted_in(path: Path) -> tuple[str, str]:
     """Where the Python code was when it aborted, and in which collective; empty when in none."""
     try:

@@ -34,7 +34,7 @@ from meshwright.elastic.failure import (
     first_cause,
     kills_for_memory,
 )
-from meshwright.elastic.mismatch import explain_abort, explain_disagreement
+from meshwright.elastic.mismatch import explain_abort, explain_disagreement, fatal_stack
 from meshwright.elastic.placement import Placement
 from meshwright.elastic.rank_side import answer_watchers, leave_last_words
 from meshwright.errors import ExitCode, UserError
@@ -235,6 +235,7 @@ class Ranks:
                 if disagreement:
                     cause += " inside a collective"
                     text = f"{disagreement}: the ranks start again with every collective checked"
+                text += fatal_stack(self.folder / f"{rank}.fatal")
                 facts = {"consequence": aborted and not disagreement, "check": bool(disagreement)}
                 found.append(self.blame(rank, cause, text, **facts))
             elif process.exitcode not in (None, ExitCode.DONE, ExitCode.PREEMPTED):

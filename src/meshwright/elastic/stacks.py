@@ -75,7 +75,13 @@ def take_stacks(pid: int, folder: Path, rank: int, timeout_s: float = 5.0) -> St
     return found if found.main else Stacks(problem=f"{problem}; {found.problem}")
 
 
+PY_SPY = "MESHWRIGHT_PY_SPY"
+"""The variable that names another py-spy than the one that is installed beside Python; empty for none."""
+
+
 def _py_spy() -> str | None:
+    if PY_SPY in os.environ:
+        return os.environ[PY_SPY] or None
     beside = Path(sysconfig.get_path("scripts")) / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
 

@@ -70,6 +70,8 @@ class _Watched:
     stack: tuple[Frame, ...] = ()
     """The last stack that was seen in this phase."""
     moving: bool = False
+    silent: bool = False
+    """Whether it did not answer when it was last asked in this phase."""
 
 
 @dataclass
@@ -151,7 +153,7 @@ class Watchdog:
             beat = None  # From an earlier generation.
         if beat is not None and beat.entered != watched.entered:
             watched.entered, watched.since = beat.entered, self.now
-            watched.stack, watched.moving = (), False
+            watched.stack, watched.moving, watched.silent = (), False, False
         if process.state == STOPPED or process.ended:
             watched.halted_since = self.now if watched.halted_since is None else watched.halted_since
         else:
@@ -237,16 +239,21 @@ class Watchdog:
 
     def _ask(self, views: dict[int, View]) -> dict[int, Word]:
         """What ranks tell of their collectives; of those who do not answer, what they told last."""
+        assert self._ranks is not None
+        watched = self._ranks.ranks
         self._asked += 1
         temporary = self.folder / ".ask"
         temporary.write_text(str(self._asked))
         temporary.replace(self.folder / "ask")
-        able = {rank for rank, view in views.items() if not view.process.ended and view.process.state != STOPPED}
+        halted = {rank for rank, view in views.items() if view.process.ended or view.process.state == STOPPED}
+        able = {rank for rank in views if rank not in halted and not watched[rank].silent}
         deadline = time.monotonic() + ANSWER_S
         while True:
             words = {rank: read_word(self.folder, rank, view.pid, self._asked) for rank, view in views.items()}
             answered = {rank for rank, word in words.items() if word is not None and word.answered}
             if able <= answered or time.monotonic() > deadline:
+                for rank in able:
+                    watched[rank].silent = rank not in answered
                 return {rank: word for rank, word in words.items() if word is not None}
             time.sleep(0.1)
 
