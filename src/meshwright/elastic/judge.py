@@ -137,9 +137,10 @@ def _follow(
     if unseen:
         # The machine of those ranks sees them and judges; this one only makes sure that somebody does.
         return Verdict("unseen", (), too_long, waits, unseen=unseen)
-    # All are there; one of them may have come just now.
-    certain = too_long or all(views[rank].over for rank in stalled)
-    return Verdict("stalled", tuple(stalled), certain, waits)
+    # All are there, and none is to blame; one of them may have come just now.
+    there = {rank for wait in waits if wait.rank in stalled for rank in wait.group[1]}
+    certain = too_long or all(views[rank].over for rank in there)
+    return Verdict("stalled", (), certain, waits)
 
 
 def _most_missed(circle: Iterable[int], edges: Mapping[int, set[int]]) -> tuple[int, ...]:
