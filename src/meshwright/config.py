@@ -195,9 +195,10 @@ class ElasticSection(_Section):
     """The run ends, with exit code 5, when the same step has failed this many times in a row."""
     watchdog: bool = free(True)
     """Watch the ranks from a process of its own, and start them again when one of them holds up the others for ever."""
-    first_timeout_s: float = free(600.0, gt=0)
+    first_timeout_s: float = free(480.0, gt=0)
     """How long a rank may stay in a phase (data, forward, backward, ...) before it is known how long that takes here:
-    the first steps, which compile, the first evaluation and save, start and restore."""
+    the first steps, which compile, the first evaluation and save, start and restore. Less than elastic.timeout_s, so
+    that it is the watchdog, which can name the rank, that ends a wait."""
     hang_factor: float = free(5.0, ge=1)
     """Once it is known: a rank hangs after this many times the longest that a phase has taken, ..."""
     hang_floor_s: float = free(60.0, gt=0)

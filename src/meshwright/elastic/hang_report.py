@@ -184,7 +184,8 @@ def _advice(verdict: Verdict, views: Mapping[int, View]) -> list[str]:
 def _waiting(verdict: Verdict, words: Mapping[int, Word]) -> str:
     """A clause on who waits where; first the collective that most ranks are in."""
     by_call: dict[str, list[Wait]] = {}
-    for wait in verdict.waits:
+    direct = [wait for wait in verdict.waits if set(wait.missing) & set(verdict.guilty)]
+    for wait in direct if direct and verdict.cause != "circle" else verdict.waits:
         by_call.setdefault(_call(wait, words), []).append(wait)
     clauses = []
     for call, waits in sorted(by_call.items(), key=lambda item: -len(item[1]))[:CALLS_SHOWN]:

@@ -25,7 +25,7 @@ RARE = frozenset({"evaluate", "stage", "write", "commit", "retention"})
 class Limits:
     """The rule, from the settings."""
 
-    first_s: float = 600.0
+    first_s: float = 480.0
     factor: float = 5.0
     floor_s: float = 60.0
 

@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -43,66 +45,99 @@ def answer_watchers(folder: Path, rank: int) -> None:
     # Files are opened once and kept: a signal handler cannot open any.
     faulthandler.enable((folder / f"{rank}.fatal").open("w"))
     faulthandler.register(STACK_SIGNAL, (folder / f"{rank}.stacks").open("w"), all_threads=True, chain=False)
-    thread = threading.Thread(target=_tell, args=(folder, rank, os.getpid()), name=ANSWERING, daemon=True)
-    thread.start()
+    if sys.platform == "linux":
+        # PR_SET_PTRACER: where only parents may read a process's memory, whoever the parent starts may as well.
+        ctypes.CDLL(None).prctl(0x59616D61, os.getppid(), 0, 0, 0)
+    threading.Thread(target=_Answers(folder, rank).run, name=ANSWERING, daemon=True).start()
 
 
 def leave_last_words(folder: Path, rank: int) -> None:
     """Write down which collectives this rank has called lately: for a rank that fails, before it ends."""
-    from meshwright.torch_private import flight_records
-
-    entries = [entry for one in flight_records(with_entries=True) for entry in one.get("entries", [])]
-    with suppress(OSError):
-        _write(folder / f"{rank}.last", {"records": [_record(entry) for entry in entries if not entry["is_p2p"]][-20:]})
+    # A rank that fails has something more important to tell than why this did not work.
+    with suppress(Exception):
+        _write(folder / f"{rank}.last", {"records": Collectives().records()[-20:]})
 
 
-def _tell(folder: Path, rank: int, pid: int) -> None:
-    from meshwright.torch_private import flight_records, group_members
+class Collectives:
+    """The process groups of this process and the collectives that it has called, from torch's recorders."""
 
-    names: dict[tuple[int, str], tuple[str, str]] = {}
-    asked = 0
-    target = folder / f"{rank}.collectives"
-    while os.getpid() == pid:
-        records: list[dict[str, Any]] = []
-        number = _number_asked(folder)
-        found = flight_records(with_entries=False)
-        unknown = any((place, key) not in names for place, one in enumerate(found) for key in one.get("pg_status", {}))
-        if number != asked or unknown:
-            found = flight_records(with_entries=True)
-            for place, one in enumerate(found):
-                for entry in one.get("entries", []):
-                    names[place, str(entry["pg_id"])] = tuple(entry["process_group"])
-            if number != asked:
-                records = [_record(entry) for one in found for entry in one.get("entries", []) if not entry["is_p2p"]]
-                records = sorted(records, key=lambda record: record["time"])[-MOST_RECORDS:]
+    def __init__(self) -> None:
+        self._names: dict[tuple[int, str], tuple[str, str]] = {}
+        """By recorder and number, the name of a group and what it is for; entries alone tell that."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """How far this rank has come in each group."""
+        from meshwright.torch_private import flight_records, group_members
+
+        statuses = [one.get("pg_status", {}) for one in flight_records(with_entries=False)]
+        if any((place, key) not in self._names for place, status in enumerate(statuses) for key in status):
+            self.records()
         members = group_members()
-        groups = []
-        for place, one in enumerate(found):
-            for key, status in one.get("pg_status", {}).items():
-                if (place, key) not in names:
-                    continue
-                name, description = names[place, key]
-                groups.append(
-                    {
-                        "name": name,
-                        "description": description,
-                        "ranks": members.get(name, []),
-                        "called": int(status["last_enqueued_collective"]),
-                        "done": int(status["last_completed_collective"]),
-                    }
-                )
-        said: dict[str, Any] = {"pid": pid, "time": time.monotonic(), "answers": asked, "groups": groups}
-        if number != asked:
-            asked = number
-            said |= {"answers": asked, "records": records}
-            with suppress(OSError):
-                _write(folder / f"{rank}.records", said)
+        found = []
+        for place, status in enumerate(statuses):
+            for key, counts in status.items():
+                if (place, key) in self._names:
+                    name, description = self._names[place, key]
+                    found.append(
+                        {
+                            "name": name,
+                            "description": description,
+                            "ranks": members.get(name, []),
+                            "called": int(counts["last_enqueued_collective"]),
+                            "done": int(counts["last_completed_collective"]),
+                        }
+                    )
+        return found
+
+    def records(self) -> list[dict[str, Any]]:
+        """The latest calls, the oldest first."""
+        from meshwright.torch_private import flight_records
+
+        found = []
+        for place, one in enumerate(flight_records(with_entries=True)):
+            for entry in one.get("entries", []):
+                self._names[place, str(entry["pg_id"])] = tuple(entry["process_group"])
+                if not entry["is_p2p"]:
+                    found.append(_record(entry))
+        return sorted(found, key=lambda record: record["time"])[-MOST_RECORDS:]
+
+
+class _Answers:
+    """The thread that answers."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank, self._pid = folder, rank, os.getpid()
+        self._collectives = Collectives()
+        self._answered = 0
+        self._problem = ""
+
+    def run(self) -> None:
+        """Tell how far the rank has come, again and again, until nobody can read it."""
+        while os.getpid() == self._pid:
+            try:
+                self._tell()
+            except OSError:
+                # Whoever watched has gone, and the folder with it.
+                return
+            time.sleep(PERIOD_S)
+
+    def _tell(self) -> None:
+        asked = _number_asked(self._folder)
+        said: dict[str, Any] = {"pid": self._pid, "time": time.monotonic(), "answers": asked, "groups": []}
+        records = []
         try:
-            _write(target, {key: value for key, value in said.items() if key != "records"})
-        except OSError:
-            # Whoever watched has gone, and the folder with it.
-            return
-        time.sleep(PERIOD_S)
+            if asked != self._answered:
+                records = self._collectives.records()
+            said["groups"] = self._collectives.groups()
+        except Exception as error:
+            # Another release of torch may keep other records; a rank must train on all the same.
+            if str(error) != self._problem:
+                self._problem = str(error)
+                print(f"meshwright: rank {self._rank} cannot tell of its collectives: {error!r}", file=sys.stderr)
+        if asked != self._answered:
+            _write(self._folder / f"{self._rank}.records", said | {"records": records})
+            self._answered = asked
+        _write(self._folder / f"{self._rank}.collectives", said)
 
 
 def _number_asked(folder: Path) -> int:

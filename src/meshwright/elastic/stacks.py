@@ -165,6 +165,7 @@ def _short(file: str) -> str:
 
 
 def _is_library(file: str) -> bool:
-    if "/site-packages/" in file:
-        return "/site-packages/meshwright/" not in file
-    return file.startswith(("<", sys.base_prefix))
+    if "/site-packages/" in file and "/site-packages/meshwright/" not in file:
+        return True
+    # That file only calls torch.
+    return file.endswith("/meshwright/torch_private.py") or file.startswith(("<", sys.base_prefix))

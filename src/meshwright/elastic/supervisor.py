@@ -31,6 +31,8 @@ from meshwright.lock import Fence, Lock
 from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS, show_cursor
 from meshwright.training.run_folder import RunFolder
 
+MOST_WATCHDOGS = 20
+"""How often a watchdog that has ended is started again."""
 POLL_S = 0.25
 
 
@@ -223,6 +225,10 @@ class Supervisor:
         if self._watchdog is None:
             return None
         if not self._watchdog.alive:
+            if self._watchdog.restarts >= MOST_WATCHDOGS:
+                self._say("the watchdog ends again and again: a rank that hangs will not be noticed")
+                self._watchdog = None
+                return None
             self._say("the watchdog has ended and is started again")
             self._watchdog.restart()
         for verdict in self._watchdog.verdicts():

@@ -34,6 +34,8 @@ class WatchLink:
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command = [*command, str(folder)]
         self._rest = b""
+        self.restarts = 0
+        """How often it was started again."""
         self._start()
 
     def _start(self) -> None:
@@ -72,6 +74,7 @@ class WatchLink:
         """Let it begin anew: what it has learned of time no longer holds, or it has ended."""
         self.close()
         self._rest = b""
+        self.restarts += 1
         self._start()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class WatchSettings:
     """What of a run's settings the watchdog follows; `elastic` has the same names."""
 
-    first_timeout_s: float = 600.0
+    first_timeout_s: float = 480.0
     hang_factor: float = 5.0
     hang_floor_s: float = 60.0
     health: str = "warn"
