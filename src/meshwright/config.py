@@ -219,6 +219,27 @@ class ElasticSection(_Section):
     """Several machines: one that was lost this many times within elastic.quarantine_window_s is not let in again."""
     quarantine_window_s: float = free(600.0, gt=0)
     """Several machines: the time in which losses of one are counted."""
+    watchdog: bool = free(True)
+    """Watch the ranks from a process of its own, and start them again when one of them holds up the others for ever."""
+    first_timeout_s: float = free(480.0, gt=0)
+    """How long a rank may stay in a phase (data, forward, backward, ...) before it is known how long that takes here:
+    the first steps, which compile, the first evaluation and save, start and restore. Less than elastic.timeout_s, so
+    that it is the watchdog, which can name the rank, that ends a wait."""
+    hang_factor: float = free(5.0, ge=1)
+    """Once it is known: a rank hangs after this many times the longest that a phase has taken, ..."""
+    hang_floor_s: float = free(60.0, gt=0)
+    """... and this many seconds more. A rank that a signal has stopped may stay so for this long."""
+    health: Literal["warn", "drain", "off"] = free("warn")
+    """What to do when a sensor of a machine crosses a limit: tell, or, where its hardware is at fault, save and leave
+    that machine as if it had been sent SIGTERM."""
+    health_memory: float = free(0.97, ge=0, le=1)
+    """Share of the machine's, or container's, memory that may be in use; 0 is no limit."""
+    health_load: float = free(0.0, ge=0)
+    """Processes that may want to run for each core, over a minute; 0 is no limit."""
+    health_disk_gib: float = free(1.0, ge=0)
+    """GiB that should be free on the disk of the run folder; 0 is no limit."""
+    health_gpu_celsius: float = free(90.0, ge=0)
+    """How hot a GPU may be; 0 is no limit. Errors of GPUs are always told."""
 
 
 class ObserveSection(_Section):

@@ -17,7 +17,7 @@ from meshwright.elastic.ranks import Ending, Work
 from meshwright.elastic.rendezvous import interface_to
 from meshwright.elastic.replan import replan
 from meshwright.elastic.supervisor import Alone, Membership, Supervisor
-from meshwright.elastic.watch_link import standard_watchdog
+from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
@@ -92,7 +92,7 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, 
         timeout_s=config.elastic.timeout_s,
         folder=folder,
         fresh=config.run.fresh,
-        watchdog=standard_watchdog(),
+        watchdog=watchdog_command(config.elastic) if config.elastic.watchdog else None,
     )
     return ExitCode(supervisor.run().code)
 

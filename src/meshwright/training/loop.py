@@ -103,7 +103,6 @@ class TrainingLoop:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss on the held-out sequences, the same for every number of ranks; None when there are none."""
-        self.world.pulse.enter("evaluate")
         count = min(self.config.train.eval_sequences, self.job.sampler.validation_sequences)
         if count == 0:
             return None
@@ -113,6 +112,7 @@ class TrainingLoop:
         micro_steps = self.job.strategy.micro_steps(batch, self.config.train.micro_batch)
         size = max(1, batch // self.job.strategy.dp // micro_steps)
         for round_start in range(0, count, self.job.strategy.dp * size):
+            self.world.pulse.enter("evaluate")
             # Every rank takes part in every round, since sharded weights are gathered together; one that has no
             # sequences left computes the first one again and does not count it.
             start = round_start + self.one_step.data_rank * size
@@ -124,6 +124,7 @@ class TrainingLoop:
         self.model.train()
         self.one_step.parallel.reshard()
         loss_sum, valid = self.one_step.sum(total).tolist()
+        self.world.pulse.enter("hooks")
         return loss_sum / valid
 
     def make_batch(self, step: int) -> dict[str, np.ndarray]:

@@ -58,6 +58,7 @@ class TrainingStep:
         self._copies = strategy.tp
         reduction: Reduction = "mean" if averaged else "sum"
         self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
+        self.parallel.pulse = world.pulse
         self.data_rank = self.parallel.data_rank
         # FSDP keeps shards where they were made; buffers are needed where the model computes.
         materialise(self.model, torch.device("cpu") if strategy.offload == "parameters" else world.device)
