@@ -59,6 +59,7 @@ class Pulse:
         """Without a path nobody watches."""
         self.rank = rank
         self.step = 0
+        self.phase = PHASES[0]
         self.generation = int(os.environ.get(GENERATION, "0"))
         self._entered = 0
         self._faults: list[Fault] = parse_faults(os.environ.get(VARIABLE, ""))
@@ -70,6 +71,7 @@ class Pulse:
 
     def enter(self, phase: str) -> str | None:
         """The rank begins this phase. Gives a fault's kind that the caller has to play; None unless a test wants it."""
+        self.phase = phase
         if self._memory is not None:
             self._entered += 1
             number = PHASES.index(phase)

@@ -9,6 +9,7 @@ from functools import partial
 from meshwright.config import RunConfig
 from meshwright.launch.local import run_ranks
 from meshwright.observe.console import Console
+from meshwright.observe.ledger import Ledger
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
@@ -17,11 +18,15 @@ from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_
 from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
 from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
+from meshwright.training.recover import Recover
 
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    hooks: list[Hook] = [Events(), StopOnSignal(), Evaluate(), EarlyStop(), Records()]
+    hooks: list[Hook] = [Events(), StopOnSignal(), Recover()]
+    if config.observe.ledger:
+        hooks.append(Ledger())
+    hooks += [Evaluate(), EarlyStop(), Records()]
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:

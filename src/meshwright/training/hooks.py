@@ -37,6 +37,12 @@ class Hook:
     def at_end(self, trainer: TrainingLoop) -> None:
         """After the last step of a run that was not cut off by an error; the last hook first."""
 
+    def before_rollback(self, trainer: TrainingLoop) -> None:
+        """Before the state of an earlier checkpoint replaces that of now: finish what still needs it."""
+
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        """The run is back at an earlier step, and state is restored: forget what came after that step."""
+
     def close(self) -> None:
         """Always, at the very end; the last hook first."""
 
@@ -154,8 +160,8 @@ class EarlyStop(Hook):
         return {"early_stop": {"best": self.best, "misses": self.misses}} if self.best < float("inf") else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if "early_stop" in state:
-            self.best, self.misses = state["early_stop"]["best"], state["early_stop"]["misses"]
+        kept = state.get("early_stop", {"best": float("inf"), "misses": 0})
+        self.best, self.misses = kept["best"], kept["misses"]
 
 
 class SaveCheckpoints(Hook):
@@ -186,12 +192,10 @@ def save(trainer: TrainingLoop) -> None:
         files = collect_stages(files, parallel.pipeline.group)
     if not trainer.world.is_first:
         return
-    state = trainer.loss_scale.state()
-    for hook in trainer.hooks:
-        state |= hook.state()
+    state = trainer.state()
     manifest = Manifest(
         step=trainer.step,
-        position=trainer.job.batches.position(trainer.step),
+        position=trainer.position,
         strategy=str(trainer.job.strategy),
         model=trainer.job.spec,
         corpora=tuple(corpus.digest for corpus in trainer.job.sampler.corpora),

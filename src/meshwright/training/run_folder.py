@@ -25,6 +25,8 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+        self.rollbacks = self.path / "rollbacks.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.tokenizer = self.path / "tokenizer"
