@@ -190,6 +190,11 @@ class CheckpointSection(_Section):
 class ElasticSection(_Section):
     timeout_s: float = free(600.0, gt=0)
     """Seconds that a rank waits for the others before the run ends with an error."""
+    max_restarts: int = free(100, ge=0)
+    """How often failed ranks are started again from the newest checkpoint; 0 ends the run with their error. One local
+    process with 0 is not a process of its own, as a debugger wants it."""
+    same_step_failures: int = free(3, ge=1)
+    """The run ends, with exit code 5, when the same step has failed this many times in a row."""
     nonfinite: Literal["skip", "stop"] = free("skip")
     """A loss or gradient that is NaN or infinite on any rank: skip the step on all of them, or end the run."""
     bad_steps: int = free(3, ge=1)

@@ -7,7 +7,13 @@ import time
 from functools import partial
 
 from meshwright.config import RunConfig
-from meshwright.launch.local import run_ranks
+from meshwright.elastic.budget import Budget
+from meshwright.elastic.placement import Placement
+from meshwright.elastic.ranks import Ending, Work
+from meshwright.elastic.supervisor import Alone, Supervisor
+from meshwright.elastic.watch_link import standard_watchdog
+from meshwright.errors import ExitCode
+from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
 from meshwright.observe.ledger import Ledger
 from meshwright.observe.records import Records
@@ -45,20 +51,43 @@ class Trainer(TrainingLoop):
         super().__init__(config, world, standard_hooks(config))
 
 
-def train(config: RunConfig, nproc: int = 1) -> None:
-    """Train to the end: as one rank of a launcher's job when there is one, otherwise on that many local processes."""
+def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None) -> ExitCode:
+    """Train to the end: as one rank of a launcher's job when there is one, otherwise on that many local processes.
+
+    Gives DONE, or PREEMPTED when the run was asked to stop and has saved. Local processes are looked after by this one
+    and started again after a fault; `supervised=True` does so for a single one, too, which else is this process.
+    """
     if config.train.deterministic:
         sum_in_one_order()
     ranks = launched_ranks()
     if ranks is not None:
         _prepare_together(config, ranks[0])
         with join_world(config.run.device, config.elastic.timeout_s, ranks) as world:
-            _train_rank(config, world)
-        return
+            return ExitCode(_train_rank(config, world).code)
     # Checked here too, so that a mistake is told before any process starts.
-    make_job(config, nproc)
-    work = partial(_train_rank, config)
-    run_ranks(work, nproc, device=config.run.device, timeout_s=config.elastic.timeout_s)
+    job = make_job(config, nproc)
+    if nproc == 1 and (not supervised or config.elastic.max_restarts == 0):
+        with join_world(config.run.device, config.elastic.timeout_s) as world:
+            return ExitCode(_train_rank(config, world).code)
+    stay_on_loopback()
+    supervisor = Supervisor(
+        partial(_work, config),
+        Alone(nproc, Budget(config.elastic.max_restarts, config.elastic.same_step_failures)),
+        device=config.run.device,
+        timeout_s=config.elastic.timeout_s,
+        folder=job.folder,
+        fresh=config.run.fresh,
+        watchdog=standard_watchdog(),
+    )
+    return ExitCode(supervisor.run().code)
+
+
+def _work(config: RunConfig, placement: Placement) -> Work:
+    """What the ranks of a generation do."""
+    if placement.strategy is not None:
+        section = config.parallel.model_copy(update={"strategy": placement.strategy})
+        config = config.model_copy(update={"parallel": section})
+    return partial(_train_rank, config)
 
 
 def _prepare_together(config: RunConfig, rank: int) -> None:
@@ -72,5 +101,9 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
         time.sleep(0.5)
 
 
-def _train_rank(config: RunConfig, world: World) -> None:
-    Trainer(config, world).train()
+def _train_rank(config: RunConfig, world: World) -> Ending:
+    trainer = Trainer(config, world)
+    trainer.train()
+    if trainer.preempted and not trainer.finished:
+        return Ending(ExitCode.PREEMPTED, trainer.stop_reason)
+    return Ending(ExitCode.DONE)

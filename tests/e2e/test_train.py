@@ -17,6 +17,8 @@ import pytest
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from meshwright.errors import ExitCode
+from tests.chaos.runs import ranks_below
 from tests.conftest import CommandLine, write_text
 
 pytestmark = pytest.mark.slow
@@ -124,7 +126,7 @@ def test_interrupt_saves_once_and_the_same_command_goes_on(tiny_run: list[str], 
     wait_for_step(tmp_path / "a", 3, process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == ExitCode.PREEMPTED, errors
     assert errors.count("stopping after this step") == 1
     assert "Traceback" not in errors
     (checkpoint,) = (tmp_path / "a/checkpoints").iterdir()
@@ -139,9 +141,9 @@ def test_interrupt_saves_once_and_the_same_command_goes_on(tiny_run: list[str], 
 def test_signal_to_one_rank_stops_all_of_them_at_the_same_step(tiny_run: list[str], tmp_path: Path) -> None:
     process = start(tmp_path, *tiny_run, "--nproc", "2", "run.dir=a", "train.steps=100000")
     wait_for_step(tmp_path / "a", 2, process)
-    psutil.Process(process.pid).children()[1].send_signal(signal.SIGTERM)
+    ranks_below(process.pid)[1].send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == ExitCode.PREEMPTED, errors
     assert f"stopped at step {len(metrics(tmp_path / 'a'))} (another rank was asked to stop)" in output
 
 
@@ -169,7 +171,7 @@ def test_second_interrupt_ends_at_once_and_leaves_no_process(tiny_run: list[str]
 def test_ranks_do_not_outlive_a_killed_parent(tiny_run: list[str], tmp_path: Path) -> None:
     process = start(tmp_path, *tiny_run, "--nproc", "2", "run.dir=a", "train.steps=100000")
     wait_for_step(tmp_path / "a", 1, process)
-    ranks = psutil.Process(process.pid).children()
+    ranks = list(ranks_below(process.pid).values())
     assert len(ranks) == 2
     process.kill()
     process.communicate()
@@ -257,7 +259,7 @@ def test_pause_of_the_parent_pauses_the_ranks(tiny_run: list[str], tmp_path: Pat
     wait_for_step(tmp_path / "a", paused + 2, process)
     process.send_signal(signal.SIGHUP)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert process.returncode == ExitCode.PREEMPTED, errors
     assert list((tmp_path / "a/checkpoints").glob("step-*"))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from meshwright.config import RunConfig
 from meshwright.config_load import resolve_config, run_presets
@@ -37,7 +38,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train; 0 when the run reached its end or was asked to stop and saved."""
+    """Train; 0 when the run reached its end, 75 when it was asked to stop and saved."""
     files = [setting for setting in args.settings if "=" not in setting]
     overrides = [setting for setting in args.settings if "=" in setting] + (["run.fresh=true"] if args.fresh else [])
     if len(files) > 1:
@@ -61,14 +62,14 @@ def run(args: argparse.Namespace) -> int:
     if not launched:
         # Before the seconds that torch takes to import: mistakes are told at once.
         make_job(resolved.config, nproc)
-    from meshwright.launch.local import RankError
+    from meshwright.elastic.failure import RankError
     from meshwright.trainer import train
 
     try:
-        train(resolved.config, nproc)
+        return train(resolved.config, nproc, supervised=True)
     except RankError as error:
-        raise SystemExit(f"meshwright train: {error}") from None
-    return 0
+        print(f"meshwright train: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 def _processes(argument: str | None, config: RunConfig) -> int:

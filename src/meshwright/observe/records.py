@@ -23,6 +23,7 @@ class Records(Hook):
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self.file is not None:
+            trainer.job.folder.check_generation()
             try:
                 self.file.write(json.dumps(dict(metrics)) + "\n")
                 self.file.flush()

@@ -1,7 +1,7 @@
 """World: which rank this process is, of how many, on which device. Passed around, never global.
 
 A single process is a world of one without a process group. Ranks of a launcher (torchrun, Slurm's wrapper, ...) are
-found from its environment variables; local ranks are started by `launch.local`, which gives the store.
+found from its environment variables; local ranks are started by `elastic.ranks`, which gives the store.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.errors import ConfigError
+from meshwright.lock import Fence
 from meshwright.parallel.torch_releases import Store, all_gather_into
 from meshwright.pulse import Pulse
 from meshwright.torch_private import forget_meshes
@@ -34,6 +35,8 @@ class World:
     backend: str = "none"
     pulse: Pulse = field(default_factory=Pulse)
     """Where this rank says what it is doing."""
+    fence: Fence | None = None
+    """The launcher's hold on the run folder, while it lasts for this rank; None when no launcher holds it."""
 
     @property
     def is_first(self) -> bool:
@@ -124,6 +127,7 @@ def join_world(
     ranks: tuple[int, int, int] = (0, 1, 0),
     store: Store | None = None,
     pulse: Pulse | None = None,
+    fence: Fence | None = None,
 ) -> Iterator[World]:
     """The world of (rank, size, local rank); its process group lives as long as the context."""
     rank, size, local_rank = ranks
@@ -132,7 +136,7 @@ def join_world(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
-        yield World(device=device, pulse=pulse)
+        yield World(device=device, pulse=pulse, fence=fence)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
@@ -140,7 +144,7 @@ def join_world(
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **where)
     try:
-        yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo", pulse)
+        yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo", pulse, fence)
     finally:
         dist.destroy_process_group()
         forget_meshes()

@@ -85,6 +85,8 @@ class Events(Hook):
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RESIZE_SIGNAL = signal.SIGUSR1
+"""How a launcher asks its ranks to save and end, because other ranks are to go on: any number of times."""
 
 
 class StopOnSignal(Hook):
@@ -106,9 +108,13 @@ class StopOnSignal(Hook):
                 with suppress(OSError, ValueError):
                     os.write(sys.stderr.fileno(), b"\nstopping after this step and saving; again to stop at once\n")
 
-        for number in STOP_SIGNALS:
+        def resize(number: int, frame: FrameType | None) -> None:
+            trainer.stop("machines come or go")
+
+        for number in (*STOP_SIGNALS, RESIZE_SIGNAL):
+            handler = resize if number == RESIZE_SIGNAL else handle
             try:
-                self.previous[number] = signal.signal(number, handle)
+                self.previous[number] = signal.signal(number, handler)
             except ValueError:  # Only a main thread may; a trainer in another thread is stopped through stop().
                 return
 
@@ -202,6 +208,7 @@ def save(trainer: TrainingLoop) -> None:
         state=state,
         tensors=describe_tensors(files),
     )
+    trainer.job.folder.check_generation()
     path = save_checkpoint(trainer.job.folder.checkpoints, manifest, files)
     prune(trainer.job.folder.checkpoints, trainer.config.checkpoint.keep)
     seconds = round(time.perf_counter() - started, 3)

@@ -36,7 +36,10 @@ class TrainingLoop:
         self.config = config
         self.job = make_job(config, self.world.size)
         # Held from before the checkpoints are read until the end, so that no other training changes them meanwhile.
-        self._lock = self.job.folder.hold(config.run.fresh) if self.world.is_first else None
+        # A launcher that looks after restarts holds it for all of them.
+        self.job.folder.fence = self.world.fence
+        mine = self.world.is_first and self.world.fence is None
+        self._lock = self.job.folder.hold(config.run.fresh) if mine else None
         if self.world.is_first:
             Rollbacks(self.job.folder.rollbacks).finish(self.job.folder.checkpoints)
         self.world.sum(torch.zeros(1))
@@ -50,6 +53,7 @@ class TrainingLoop:
         self.step = 0
         self.stop_reason: str | None = None
         self.stopping = False
+        self.preempted = False
         if self.config.train.deterministic:
             # Read when cuBLAS starts: without it, some of its sums take any order.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -120,6 +124,7 @@ class TrainingLoop:
         self.batch = batch
         metrics = self.one_step(step, batch, self.stop_reason is not None)
         if metrics.pop("stop"):
+            self.preempted = True
             self.stop("another rank was asked to stop", everywhere=True)
         return metrics
 

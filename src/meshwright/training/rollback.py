@@ -97,6 +97,7 @@ def roll_back(loop: TrainingLoop, request: GoBack) -> None:
     rollbacks.past = max(begun, rollbacks.past)
     rollbacks.removing = target
     if loop.world.is_first:
+        loop.job.folder.check_generation()
         rollbacks.write()
         rollbacks.finish(loop.job.folder.checkpoints)
         facts = {"cause": request.cause, "steps": [target + 1, begun], "skipped": [list(window)] if window else []}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from meshwright._version import __version__
 from meshwright.config import RunConfig, load_config
 from meshwright.config_load import format_config
 from meshwright.errors import CheckpointError
 from meshwright.files import write_atomically
+from meshwright.lock import Fence, Lock, LockedError, read_holder, take_lock
 
 
 class RunFolder:
@@ -22,6 +23,9 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self.lock = self.path / ".lock"
+        self.fence: Fence | None = None
+        """What the lock must say for this process to write here; None asks nothing."""
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
@@ -57,16 +61,30 @@ class RunFolder:
                 "or give the old settings to go on with it."
             )
 
-    def hold(self, fresh: bool) -> TextIO:
+    def hold(self, fresh: bool, fence: Fence | None = None) -> Lock:
         """Make the folder if need be, an old run moved aside if asked, and keep others out; gives the lock to keep."""
+        fence = fence or Fence(launch=os.urandom(8).hex())
         try:
             if fresh and self.holds_run:
-                with self._lock():
+                with take_lock(self.lock, fence):
                     self.path.resolve().rename(self._aside())
             self.path.mkdir(parents=True, exist_ok=True)
-            return self._lock()
+            lock = take_lock(self.lock, fence)
+            lock.write(fence)
         except OSError as error:
             raise CheckpointError(f"run.dir={self.path} cannot be written: {error.strerror}; choose another") from None
+        self.fence = fence
+        return lock
+
+    def check_generation(self) -> None:
+        """Raise unless this process may still write here: called before anything that others would see."""
+        if self.fence is None:
+            return
+        holder = read_holder(self.lock)
+        if holder is not None and (holder.launch, holder.generation) != (self.fence.launch, self.fence.generation):
+            raise LockedError(
+                f"{self.path} belongs to {holder} now; {self.fence} was replaced and writes nothing more there"
+            )
 
     def write_config(self, config: RunConfig) -> None:
         """Write the resolved configuration."""
@@ -80,17 +98,6 @@ class RunFolder:
         path = self.path.resolve()
         names = (path.with_name(f"{path.name}.previous-{number}") for number in itertools.count(1))
         return next(name for name in names if not name.exists())
-
-    def _lock(self) -> TextIO:
-        lock = (self.path / ".lock").open("a")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.close()
-            raise CheckpointError(
-                f"another process is training in {self.path}; wait for it or choose another run.dir"
-            ) from None
-        return lock
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append a line to events.jsonl."""

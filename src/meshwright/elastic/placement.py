@@ -1,0 +1,29 @@
+"""Where one generation of ranks runs, as one machine sees it."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+from meshwright.lock import Fence
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One generation: which ranks this machine has, of how many, and where they meet."""
+
+    world: int
+    local: int
+    """Ranks of this machine."""
+    first_rank: int = 0
+    generation: int = 0
+    host: str = field(default_factory=socket.gethostname)
+    node: int = 0
+    """Number of this machine; the first one holds the run folder."""
+    hosts: tuple[str, ...] = ()
+    strategy: str | None = None
+    """The strategy for these ranks; None is the configured one."""
+    store: tuple[str, int, str] | None = None
+    """Host, port and prefix of the store where ranks of several machines meet; None is a file."""
+    fence: Fence | None = None
+    """What the run folder's lock says as long as this generation may write."""

@@ -1,0 +1,94 @@
+"""The supervisor's side of the watchdog: a process of its own that follows the ranks' pulses and says who hangs.
+
+It is given the folder with the pulses (`<rank>.pulse`) and `ranks.json`, and writes lines of JSON to its output:
+{"kind": "hang" | "warning", "ranks": [...], "report": "path", "text": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from meshwright.elastic.ranks import end_with_parent
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the watchdog says."""
+
+    hang: bool
+    ranks: tuple[int, ...]
+    text: str
+    report: str | None = None
+
+
+def standard_watchdog() -> list[str] | None:
+    """The command that starts the watchdog, without the folder."""
+    module = "meshwright.elastic.watchdog"
+    return [sys.executable, "-m", module] if find_spec(module) is not None else None
+
+
+class WatchLink:
+    """A watchdog that runs, and what it has said."""
+
+    def __init__(self, command: Sequence[str], folder: Path) -> None:
+        self._command = [*command, str(folder)]
+        self._rest = b""
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, preexec_fn=_in_child)
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+
+    def fileno(self) -> int:
+        """Readable when it has said something."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it is still there."""
+        return self._process.poll() is None
+
+    def verdicts(self) -> list[Verdict]:
+        """What it has said since the last time."""
+        assert self._process.stdout is not None
+        self._rest += self._process.stdout.read() or b""
+        *lines, self._rest = self._rest.split(b"\n")
+        found = []
+        for line in lines:
+            try:
+                said = json.loads(line)
+                ranks = tuple(map(int, said.get("ranks", ())))
+                found.append(Verdict(said["kind"] == "hang", ranks, str(said["text"]), said.get("report")))
+            except (ValueError, KeyError, TypeError, AttributeError):
+                found.append(Verdict(False, (), f"the watchdog said something else: {line[:200]!r}"))
+        return found
+
+    def restart(self) -> None:
+        """Let it begin anew: what it has learned of time no longer holds, or it has ended."""
+        self.close()
+        self._rest = b""
+        self._start()
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+        if self._process.stdout is not None:
+            with suppress(OSError):
+                self._process.stdout.close()
+
+
+def _in_child() -> None:
+    # Ctrl-C is the supervisor's to answer.
+    os.setpgrp()
+    end_with_parent()

@@ -1,0 +1,34 @@
+"""The undisturbed run that broken ones are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.runs import start
+
+SETTINGS = [
+    "model.preset=tiny",
+    "model.spec.num_hidden_layers=2",
+    "data.sequence_length=32",
+    "train.global_batch=8",
+    "train.lr=1e-2",
+    "train.eval_sequences=8",
+    "observe.tensorboard=false",
+]
+
+
+@pytest.fixture(scope="session")
+def settings(corpus: Path) -> list[str]:
+    """A run that takes a second or two."""
+    return [*SETTINGS, f"data.path={corpus}"]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two ranks that nobody disturbed."""
+    training = start(tmp_path_factory.mktemp("undisturbed"), settings)
+    ended = training.wait()
+    assert ended.code == 0, ended.err
+    return training.folder
