@@ -25,11 +25,12 @@ from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveChe
 from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
 from meshwright.training.recover import Recover
+from meshwright.training.replicas import CheckReplicas
 
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    hooks: list[Hook] = [Events(), StopOnSignal(), Recover()]
+    hooks: list[Hook] = [Events(), StopOnSignal(), Recover(), CheckReplicas()]
     if config.observe.ledger:
         hooks.append(Ledger())
     hooks += [Evaluate(), EarlyStop(), Records()]

@@ -18,6 +18,7 @@ from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.save import describe_tensors, prune, save_checkpoint
 from meshwright.checkpoint.training_state import gather_state
 from meshwright.errors import CheckpointError
+from meshwright.training.held_state import assert_finite
 
 if TYPE_CHECKING:
     from meshwright.training.loop import TrainingLoop
@@ -192,6 +193,7 @@ class SaveCheckpoints(Hook):
 def save(trainer: TrainingLoop) -> None:
     """Save the trainer's state as a checkpoint of its run; all ranks gather it, the first one writes."""
     started = time.perf_counter()
+    assert_finite(trainer.model, trainer.optimizer, trainer.world, trainer.step)
     files = gather_state(trainer.model, trainer.optimizer)
     parallel = trainer.one_step.parallel
     if parallel.pipeline is not None and parallel.is_first_of_stage:
