@@ -24,6 +24,7 @@ from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_
 from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
 from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
+from meshwright.training.out_of_memory import explain, is_out_of_memory, with_micro_batch
 from meshwright.training.recover import Recover
 from meshwright.training.replicas import CheckReplicas
 
@@ -103,8 +104,14 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
 
 
 def _train_rank(config: RunConfig, world: World) -> Ending:
-    trainer = Trainer(config, world)
-    trainer.train()
+    trainer: Trainer | None = None
+    try:
+        trainer = Trainer(with_micro_batch(config, world.size), world)
+        trainer.train()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain(error, config, world, trainer) from None
     if trainer.preempted and not trainer.finished:
         return Ending(ExitCode.PREEMPTED, trainer.stop_reason)
     return Ending(ExitCode.DONE)

@@ -27,9 +27,11 @@ class Budget:
         if not failures or self.max_restarts == 0:
             return RankError(failures[-1].text) if failures else None
         last = failures[-1]
+        if last.remedied:
+            return None
         row = 0
         for failure in reversed(failures):
-            if failure.step != last.step:
+            if failure.step != last.step or failure.remedied:
                 break
             row += 1
         if row >= self.same_step_failures:

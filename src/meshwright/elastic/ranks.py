@@ -210,6 +210,7 @@ class Ranks:
             if "text" in report:
                 text = describe_error(report, rank, self.placement.world)
                 facts = {"code": report["code"], "time": report["time"], "consequence": report["lost_connection"]}
+                facts["remedied"] = report["remedied"]
                 found.append(self.blame(rank, report["cause"], text, **facts))
             elif process.exitcode is not None and process.exitcode < 0:
                 memory = kills_for_memory() > self._kills_for_memory
@@ -303,6 +304,7 @@ def _tell(report: Connection, error: BaseException) -> int:
     lost = any(sign in text for sign in LOST_CONNECTION)
     # The parent may read when the ranks have ended: more than a pipe holds would keep this one from ending.
     message = {"time": time.time(), "code": code, "cause": cause, "lost_connection": lost, "text": text[-8_000:]}
+    message["remedied"] = getattr(error, "remedied", False)
     _send(report, message)
     return 1 if code is None else code
 

@@ -4,15 +4,14 @@ Every rank sums up the bit patterns of what it holds, tensor by tensor, on its d
 are added up (times a number of their own), so that a check sends a few numbers a rank, whatever the model's size. Only
 when these differ are the sums of single tensors sent, to name the one.
 
-Which ranks hold the same is not taken from the strategy, but from the names and places of what they hold: copies of data
-parallel ranks, shards that replicas share, norms beside split matrices, tied embeddings on two stages.
+Which ranks hold the same is not taken from the strategy, but from the names and places of what they hold: copies of
+data parallel ranks, shards that replicas share, norms beside split matrices, tied embeddings on two stages.
 """
 
 from __future__ import annotations
 
 import hashlib
 import socket
-import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -108,24 +107,20 @@ class ReplicaCheck:
 
     def _name(self, unlike: list[int], names: list[str], sums: list[int]) -> list[Difference]:
         """Which tensors they are, and whose."""
-        set_of = self._set_of.tolist()
-        mine = {name: total for name, total, number in zip(names, sums, set_of, strict=True) if number in unlike}
+        mine = [entry for entry in zip(self._set_of.tolist(), names, sums, strict=True) if entry[0] in unlike]
         everyone = self.world.exchange({"host": socket.gethostname(), "sums": mine})
         hosts = [one["host"] for one in everyone]
+        held: dict[tuple[int, str], dict[int, int]] = {}
+        for rank, one in enumerate(everyone):
+            for number, name, total in one["sums"]:
+                held.setdefault((number, name), {})[rank] = total
         found = []
-        for name in sorted({name for one in everyone for name in one["sums"]}):
-            # Parts of one tensor are held by several sets of ranks, each of which is compared by itself.
-            for ranks in (self._sets[number] for number in unlike):
-                values = {
-                    rank: one["sums"][name]
-                    for rank, one in enumerate(everyone)
-                    if rank in ranks and name in one["sums"]
-                }
-                if len(set(values.values())) > 1:
-                    (common, count), *_ = Counter(values.values()).most_common()
-                    majority = count * 2 > len(values)
-                    odd = tuple(rank for rank, value in values.items() if not majority or value != common)
-                    found.append(Difference(name, tuple(values), odd, tuple(hosts[rank] for rank in odd)))
+        for (_, name), totals in sorted(held.items(), key=lambda entry: entry[0][1]):
+            if len(set(totals.values())) > 1:
+                (common, count), *_ = Counter(totals.values()).most_common()
+                majority = count * 2 > len(totals)
+                odd = tuple(rank for rank, total in totals.items() if not majority or total != common)
+                found.append(Difference(name, tuple(totals), odd, tuple(hosts[rank] for rank in odd)))
         return found
 
 
@@ -160,7 +155,6 @@ class CheckReplicas(Hook):
         if trainer.world.is_first:
             tensors = [{"name": one.name, "ranks": one.odd, "hosts": one.hosts, "of": one.ranks} for one in found[:20]]
             trainer.job.folder.event("replicas_differ", step=trainer.step, tensors=tensors, count=len(found))
-            print(f"meshwright: {reason}", file=sys.stderr, flush=True)
         if elastic.replica_policy == "stop" or trainer.stopping:
             raise ReplicaError(
                 f"{reason}. A chip or its memory on that host is not to be trusted: test it or leave it out, and start "

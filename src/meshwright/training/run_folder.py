@@ -31,6 +31,7 @@ class RunFolder:
         self.events = self.path / "events.jsonl"
         self.ledger = self.path / "ledger.jsonl"
         self.rollbacks = self.path / "rollbacks.json"
+        self.micro_batch = self.path / "micro_batch.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.tokenizer = self.path / "tokenizer"
