@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help setup demo test test-fast fuzz lint format clean
+.PHONY: help setup demo test test-fast chaos fuzz lint format clean
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
 	@echo "make test-fast  the tests that answer in under two minutes"
+	@echo "make chaos      every fault that the tests know, the long ones too, and 200 kills at random moments"
 	@echo "make fuzz       random models under random strategies against one process, until stopped"
 	@echo "make lint       ruff (lint and format) and mypy"
 	@echo "make format     let ruff rewrite the files"
@@ -38,7 +39,11 @@ test: $(VENV)/.dev
 	$(BIN)/pytest
 
 test-fast: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not slow_chaos"
+
+chaos: $(VENV)/.dev
+	$(BIN)/pytest tests/chaos -m "slow_chaos or not slow_chaos" -s
+	$(BIN)/python -m tests.chaos.killer --kills 200
 
 fuzz: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parity.fuzz

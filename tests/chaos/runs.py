@@ -109,6 +109,7 @@ def start(
     fault: str = "",
     name: str = "run",
     under: Sequence[str] = (),
+    session: bool = False,
     **variables: str,
 ) -> Training:
     """Start `meshwright train` in a folder; `fault` is a value of MESHWRIGHT_FAULT, `under` a command before it."""
@@ -123,6 +124,7 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=session,
     )
     return Training(process, folder / name)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 from meshwright.config import RunConfig
@@ -64,9 +65,14 @@ def run(args: argparse.Namespace) -> int:
         make_job(resolved.config, nproc)
     from meshwright.elastic.failure import RankError
     from meshwright.trainer import train
+    from meshwright.training.hooks import STOP_SIGNALS
 
     try:
-        return train(resolved.config, nproc, supervised=True)
+        ending = train(resolved.config, nproc, supervised=True)
+        for number in STOP_SIGNALS:
+            # It has ended and says how: a signal that comes too late does not change that.
+            signal.signal(number, signal.SIG_IGN)
+        return ending
     except RankError as error:
         print(f"meshwright train: {error}", file=sys.stderr)
         return error.exit_code

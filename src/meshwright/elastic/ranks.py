@@ -144,14 +144,22 @@ class Ranks:
     def settle(self) -> None:
         """After one has failed: give the others a moment to tell what they know, then end them."""
         deadline = time.monotonic() + GRACE_S
+        self._read_reports()
         while self.running and time.monotonic() < deadline:
             self.wait([], min(0.2, max(0.0, deadline - time.monotonic())))
             self._read_reports()
-            if any(not failure.consequence for failure in self._failures()):
+            if self.stopped_early or any(not failure.consequence for failure in self._failures()):
                 deadline = min(deadline, time.monotonic() + SETTLE_S)
         # Their deaths by our hand are no cause: what they are is noted before.
         self._noted = self._failures()
         self.kill()
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether a rank was asked to stop before its first step; trouble of others, if any, follows from that."""
+        self._read_reports()
+        asked = any(report.get("early") for report in self._reports.values())
+        return asked and all(failure.consequence for failure in self._noted)
 
     def failure(self) -> Failure:
         """The first cause, once they have settled."""
@@ -295,7 +303,7 @@ def _stop_early(number: int, frame: FrameType | None) -> None:
 def _tell(report: Connection, error: BaseException) -> int:
     """Tell the parent what went wrong; gives the exit code."""
     if isinstance(error, StoppedEarly):
-        _send(report, {"stopped": str(error)})
+        _send(report, {"stopped": str(error), "early": True})
         return ExitCode.PREEMPTED
     code, text = None, "".join(traceback.format_exception(error))
     if isinstance(error, UserError):

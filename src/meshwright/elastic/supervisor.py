@@ -189,7 +189,7 @@ class Supervisor:
         resizing = False
         while ranks.running or (not placement.local and self.membership.over() is None):
             ranks.wait([*self.membership.readable(), *([self._watchdog] if self._watching else [])], POLL_S)
-            if ranks.failed:
+            if ranks.failed or ranks.stopped_early:
                 break
             if (hang := self._hang(ranks)) is not None:
                 return hang
@@ -203,10 +203,10 @@ class Supervisor:
                 if not placement.local:
                     return None
             self._note_progress(ranks)
-        if not ranks.failed:
+        if not ranks.failed and not ranks.running:
             return None
         ranks.settle()
-        return self.membership.explain(ranks.failure())
+        return None if ranks.stopped_early else self.membership.explain(ranks.failure())
 
     def _was_asked(self) -> bool:
         return self._asked is not None
