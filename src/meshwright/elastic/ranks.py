@@ -222,6 +222,7 @@ class Ranks:
             if "text" in report:
                 text = describe_error(report, rank, self.placement.world)
                 facts = {"code": report["code"], "time": report["time"], "consequence": report["lost_connection"]}
+                facts["remedied"] = report["remedied"]
                 disagreement = explain_disagreement(report["text"])
                 cause = disagreement or report["cause"]
                 found.append(self.blame(rank, cause, f"{disagreement}\n{text}" if disagreement else text, **facts))
@@ -329,6 +330,7 @@ def _tell(report: Connection, error: BaseException) -> int:
         cause = "lost the connection to another rank"
     # The parent may read when the ranks have ended: more than a pipe holds would keep this one from ending.
     message = {"time": time.time(), "code": code, "cause": cause, "lost_connection": lost, "text": text[-8_000:]}
+    message["remedied"] = getattr(error, "remedied", False)
     _send(report, message)
     return 1 if code is None else code
 

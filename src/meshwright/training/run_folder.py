@@ -33,6 +33,9 @@ class RunFolder:
         self.identity = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+        self.rollbacks = self.path / "rollbacks.json"
+        self.micro_batch = self.path / "micro_batch.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.tokenizer = self.path / "tokenizer"
@@ -50,7 +53,8 @@ class RunFolder:
             return
         if not self.holds_run:
             # Names with a dot are the lock, and what a crash before the first configuration may leave.
-            if any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+            beside = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+            if beside - {self.identity.name}:
                 raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
             return
         if config.run.fresh:
