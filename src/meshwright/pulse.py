@@ -135,10 +135,10 @@ class Pulse:
         self._entered += 1
         _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
 
-    def fault(self, place: str) -> str | None:
-        """A place that is no phase of its own where a test may want a fault."""
+    def fault(self, place: str, step: int | None = None) -> str | None:
+        """A place that is no phase of its own where a test may want a fault; of this step, unless it is another's."""
         for fault in self._faults:
-            if fault.plays(place, self.rank, self.step, self.generation):
+            if fault.plays(place, self.rank, self.step if step is None else step, self.generation):
                 fault.times -= 1
                 play(fault.kind)
                 return fault.kind

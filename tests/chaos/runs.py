@@ -29,7 +29,14 @@ from meshwright.faults import VARIABLE
 
 STEPS = 20
 EVERY = 5
-SETTINGS = (f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.deterministic=true", "observe.log_every=1")
+SETTINGS = (
+    f"train.steps={STEPS}",
+    f"checkpoint.every={EVERY}",
+    # So that it is known which checkpoint there is when a fault strikes; tests of the other way say so.
+    "checkpoint.background=false",
+    "train.deterministic=true",
+    "observe.log_every=1",
+)
 """Twenty steps with a checkpoint every five."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -95,7 +96,7 @@ def test_every_type_comes_back_bit_for_bit(tmp_path: Path, tensors: Tensors, bac
 def test_what_is_staged_is_what_is_saved_whatever_training_does_next(tmp_path: Path) -> None:
     writing = threading.Event()
     tensor = torch.arange(1000.0)
-    saver = saver_of(tmp_path, at=lambda place: writing.wait(10) if place == "write" else None)
+    saver = saver_of(tmp_path, at=lambda place, _: writing.wait(10) if place == "write" else None)
     saver.save(facts(1), {"model.x": Held.of(tensor)}, background=True)
     assert saver.busy
     assert saver.staged_step == 1
@@ -239,7 +240,7 @@ def test_a_crash_anywhere_leaves_the_old_checkpoint_or_the_new_one(
         saved(tmp_path, step, tensors)
     child = os.fork()
     if child == 0:
-        saver = saver_of(tmp_path, at=lambda found: os._exit(7) if found == place else None)
+        saver = saver_of(tmp_path, at=lambda found, _: os._exit(7) if found == place else None)
         saver.save(facts(3), {name: Held.of(tensor) for name, tensor in tensors.items()}, background=False)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
@@ -335,6 +336,26 @@ def test_crafted_manifests_lead_nowhere(tmp_path: Path, tensors: Tensors) -> Non
         rewritten(folder, change)
         with pytest.raises(DamageError, match="outside of the checkpoint"):
             loaded(folder, tensors)
+
+
+class Payload:
+    """What a pickle may do to whoever reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("file", ["model-00000.safetensors", MANIFEST])
+def test_pickles_are_not_run(tmp_path: Path, tensors: Tensors, file: str) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    (folder / file).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    with pytest.raises(DamageError, match=file):
+        loaded(folder, tensors)
+    assert find_damage(LocalPlace(folder))
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])

@@ -77,7 +77,7 @@ class Saver:
         verify: bool = True,
         cpu_share: float = 1.0,
         before_commit: Callable[[], None] = lambda: None,
-        at: Callable[[str], Any] = lambda place: None,
+        at: Callable[[str, int], Any] = lambda place, step: None,
     ) -> None:
         self.checkpoints = checkpoints
         self.exchange = exchange
@@ -103,12 +103,16 @@ class Saver:
         """Save this rank's parts as a checkpoint with these facts; returns when they are staged, or all is done."""
         self.wait()
         started = time.perf_counter()
-        self._at("stage")
+        self._at("stage", facts.step)
         planner = PieceSavePlanner()
         planner.set_up_planner(parts, is_coordinator=self.exchange.is_first)
         self._pace = Pace(self.cpu_share if background else 1.0)
         writer = CheckpointWriter(
-            self.checkpoints, facts, before_commit=self._before_commit, at=self._at, pace=self._pace
+            self.checkpoints,
+            facts,
+            before_commit=self._before_commit,
+            at=lambda place: self._at(place, facts.step),
+            pace=self._pace,
         )
         try:
             planned, key = self._plan(planner, writer)
@@ -122,7 +126,7 @@ class Saver:
             job.planner = self._staging.stage(planner, planned.mine)
         job.stalled = time.perf_counter() - started
         self.staged_step = facts.step
-        self._at("staged")
+        self._at("staged", facts.step)
         if background:
             self._thread = threading.Thread(target=self._finish_aside, args=(job,), name="checkpoint", daemon=True)
             self._thread.start()
@@ -238,7 +242,7 @@ class Saver:
         pruned = []
         if self.exchange.is_first:
             mark(folder, damage)
-            self._at("retention")
+            self._at("retention", job.step)
             if not damage:
                 pruned = prune(self.checkpoints, self.retention)
         answer = self.exchange.answer([[[one.file, one.tensor, one.what] for one in damage]] * self.exchange.size)
