@@ -181,8 +181,28 @@ class ParallelSection(_Section):
 class CheckpointSection(_Section):
     every: int = free(500, ge=0)
     """Steps between checkpoints; one is always saved at the end. 0 saves at the end only."""
+    dir: str | None = free(None, min_length=1)
+    """Where checkpoints lie: a folder or s3://..., gs://... (pip install 'meshwright[remote]'); None is
+    RUN_DIR/checkpoints. All machines must see it."""
+    background: bool = free(True)
+    """Write while training goes on: a step waits only until its state is copied to host memory."""
+    cpu_share: float | None = free(None, gt=0, le=1)
+    """Share of a core that the writing of a rank may take from the training; None is 0.03 where training computes on
+    the CPU, and 1 on a GPU, where cores have time."""
+    wait_s: float = free(30.0, ge=0)
+    """Seconds that a checkpoint which is due waits for the one before, still being written; then it is left out."""
     keep: int = free(2, ge=1)
-    """How many of the latest checkpoints stay."""
+    """How many of the latest checkpoints stay. Only those count that were read again and found whole."""
+    keep_every: int = free(0, ge=0)
+    """Checkpoints of steps that this divides stay for ever; 0 for none."""
+    keep_best: int = free(0, ge=0)
+    """How many of the best checkpoints by checkpoint.best stay as well."""
+    best: str = free("eval_loss", pattern=r"-?[a-z_]+")
+    """The metric of checkpoint.keep_best, less is better; with a minus before it more is."""
+    verify: bool = free(True)
+    """Read every checkpoint again after it was written; without it old checkpoints are never removed."""
+    fallback: int = free(2, ge=0)
+    """How many damaged checkpoints a resumed run may pass over to reach one that is whole."""
 
 
 class ElasticSection(_Section):

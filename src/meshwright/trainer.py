@@ -26,7 +26,8 @@ from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
-from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
+from meshwright.training.checkpoints import SaveCheckpoints
+from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, StopOnSignal
 from meshwright.training.job import batch_schedule, make_job, model_spec, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
 from meshwright.training.run_folder import RunFolder
@@ -34,7 +35,8 @@ from meshwright.training.run_folder import RunFolder
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    hooks: list[Hook] = [Events(), StopOnSignal(), Evaluate(), EarlyStop(), Records()]
+    saves = SaveCheckpoints()
+    hooks: list[Hook] = [Events(), StopOnSignal(), Evaluate(), EarlyStop(), saves.progress, Records()]
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
@@ -43,7 +45,7 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
     # Last, so that it is the first at the end: what others say then is said of a run that is saved.
-    return [*hooks, SaveCheckpoints()]
+    return [*hooks, saves]
 
 
 class Trainer(TrainingLoop):

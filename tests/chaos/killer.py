@@ -32,6 +32,7 @@ def run_with_kills(folder: Path, settings: list[str], kills: int, seed: int) -> 
     options = [
         f"train.steps={STEPS_A_KILL * kills}",
         "checkpoint.every=2",
+        "checkpoint.background=true",
         "elastic.max_restarts=100000",
         # Kills may hit the same step again and again by chance.
         "elastic.same_step_failures=1000",

@@ -22,6 +22,7 @@ VERBS = {
     "verify": "prove on this machine's CPU that a model under a strategy computes what one device computes",
     "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",
     "data": "turn a corpus into packed token shards, check them, describe them",
+    "checkpoint": "list, verify, compare, convert and remove checkpoints",
     "models": "list the model presets with their parameter counts",
 }
 

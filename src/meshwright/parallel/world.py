@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError
 from meshwright.lock import Fence
+from meshwright.parallel.exchange import Exchange
 from meshwright.parallel.torch_releases import Store
 from meshwright.pulse import Pulse
 from meshwright.torch_private import forget_meshes
@@ -46,6 +47,11 @@ class World:
     def group(self) -> dist.ProcessGroup | None:
         """The process group of all ranks; None in a world of one."""
         return dist.group.WORLD if self.size > 1 else None
+
+    def exchange(self, timeout_s: float) -> Exchange:
+        """A way for the ranks to tell each other things, on a group of its own; all ranks ask for one together."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        return Exchange(group)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

@@ -6,18 +6,18 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.format import Manifest, list_checkpoints, read_manifest
-from meshwright.checkpoint.training_state import restore_model, restore_optimizer
+from meshwright.checkpoint.format import DamageError, Manifest
+from meshwright.checkpoint.place import Place, open_place
 from meshwright.config import RunConfig
 from meshwright.data.prefetch import Prefetcher
 from meshwright.errors import CheckpointError
 from meshwright.parallel.world import World, pick_device
+from meshwright.training.checkpoints import resume
 from meshwright.training.hooks import Hook
 from meshwright.training.job import make_job
 from meshwright.training.step import TrainingStep
@@ -36,6 +36,9 @@ class TrainingLoop:
         mine = self.world.is_first and self.world.fence is None
         self._lock = self.job.folder.hold(config.run.fresh) if mine else None
         self.world.sum(torch.zeros(1))
+        self.checkpoints = open_place(config.checkpoint.dir or self.job.folder.checkpoints)
+        self.exchange = self.world.exchange(config.elastic.timeout_s)
+        self.run_id = self.job.folder.run_id()
         self.step = 0
         self.stop_reason: str | None = None
         self.stopping = False
@@ -152,15 +155,11 @@ class TrainingLoop:
         return Prefetcher(self.make_batch, self.step, self.config.train.steps, depth=self.config.data.prefetch, pin=pin)
 
     def _resume(self) -> Manifest | None:
-        """Take up the latest checkpoint of the run folder, if there is one."""
+        """Take up the newest checkpoint of the run that is whole, if it has any."""
         self.world.pulse.enter("restore")
-        found = list_checkpoints(self.job.folder.checkpoints)
-        if not found:
+        manifest = resume(self)
+        if manifest is None:
             return None
-        manifest = read_manifest(found[-1])
-        self._check_same_run(found[-1], manifest)
-        restore_model(self.model, found[-1], manifest)
-        restore_optimizer(self.model, self.optimizer, found[-1], manifest)
         self.step = manifest.step
         assert manifest.position == self.job.batches.position(self.step)
         self.loss_scale.restore(manifest.state)
@@ -168,8 +167,12 @@ class TrainingLoop:
             hook.restore(manifest.state)
         return manifest
 
-    def _check_same_run(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Raise unless the checkpoint was made from the model and the data that the configuration now means."""
+    def check_same_run(self, checkpoint: Place, manifest: Manifest) -> None:
+        """Raise unless the checkpoint is one of this run, of the model and the data that the configuration means."""
+        if manifest.run and manifest.run != self.run_id:
+            raise DamageError(
+                f"{checkpoint} is a checkpoint of another run ({manifest.run}, this one is {self.run_id})"
+            )
         if manifest.model != self.job.spec:
             raise CheckpointError(f"{checkpoint} is of another model shape than model.preset or model.from_hf now has")
         if manifest.corpora != tuple(corpus.digest for corpus in self.job.sampler.corpora):
