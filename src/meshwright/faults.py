@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from meshwright.errors import ConfigError
 
@@ -68,6 +71,33 @@ def play(kind: str) -> None:
         os._exit(int(amount or 1))
     elif name == "sleep":
         time.sleep(float(amount))
+    elif name == "limit":
+        # So much more address space, as `prlimit --as` would have it.
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + int(amount), resource.RLIM_INFINITY))
     elif name == "gil":
         # A match that takes for ever and never lets another thread run.
         re.match(r"(a?){40}a{40}", "a" * 40)
+    elif name == "all_reduce":
+        _spoil_next_all_reduce(amount)
+
+
+def _spoil_next_all_reduce(how: str) -> None:
+    """Let this rank leave out its next sum over ranks, or take part in it with another shape, dtype or operation."""
+    import torch
+    import torch.distributed as dist
+
+    whole = dist.all_reduce
+
+    def spoiled(tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        dist.all_reduce = whole
+        if how == "skip":
+            return None
+        if how == "shape":
+            return whole(torch.cat([tensor.flatten()] * 3), *rest, **options)
+        if how == "dtype":
+            return whole(tensor.to(torch.float16), *rest, **options)
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        return dist.all_gather(parts, tensor)
+
+    dist.all_reduce = spoiled

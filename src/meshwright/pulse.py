@@ -1,6 +1,6 @@
 """What a rank is doing right now, for whoever watches it from outside: a small file that both map into memory.
 
-A rank says which phase of which step it enters; that costs less than a microsecond and never blocks. The file keeps
+A rank says which phase of which step it enters; that costs about a microsecond and never blocks. The file keeps
 the last word of a rank that is stopped, stuck or gone. The same places are where tests inject faults.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.faults import VARIABLE, Fault, parse_faults, play
@@ -36,7 +39,16 @@ PHASES = (
 GENERATION = "MESHWRIGHT_GENERATION"
 """The variable that counts how often the ranks were started."""
 
-_LAYOUT = struct.Struct("<qqqqd")
+NOBODY = -1
+"""The rank that one waits for who waits for none."""
+
+_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_NOW = struct.Struct("<qqqqdq")
+# Then of each phase how often it has ended and how long the longest of them took.
+_ENDED = struct.Struct("<qd")
+_SIZE = _NOW.size + _ENDED.size * len(PHASES)
+_WAITS_FOR = struct.Struct("<q")
+_WAITS_AT = _NOW.size - _WAITS_FOR.size
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,12 @@ class Beat:
     """How many phases it has entered: it is alive as long as this grows."""
     since: float
     """When it entered this one, by the machine's monotonic clock."""
+    waits_for: int = NOBODY
+    """The rank whose transfer it waits for, if that is what it does."""
+    ended: dict[str, int] = field(default_factory=dict)
+    """How often each phase has ended."""
+    longest: dict[str, float] = field(default_factory=dict)
+    """How many seconds the longest of them took."""
 
 
 class Pulse:
@@ -59,22 +77,63 @@ class Pulse:
         """Without a path nobody watches."""
         self.rank = rank
         self.step = 0
+        self.phase = PHASES[0]
         self.generation = int(os.environ.get(GENERATION, "0"))
+        self._phase = 0
         self._entered = 0
+        self._since = 0.0
+        self._ended = [0] * len(PHASES)
+        self._longest = [0.0] * len(PHASES)
         self._faults: list[Fault] = parse_faults(os.environ.get(VARIABLE, ""))
         self._memory: mmap.mmap | None = None
+        self._thread = threading.get_ident()
         if path is not None:
-            path.write_bytes(bytes(_LAYOUT.size))
+            path.write_bytes(bytes(_SIZE))
             with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+                self._memory = mmap.mmap(file.fileno(), _SIZE)
 
     def enter(self, phase: str) -> str | None:
-        """The rank begins this phase. Gives a fault's kind that the caller has to play; None unless a test wants it."""
-        if self._memory is not None:
-            self._entered += 1
-            number = PHASES.index(phase)
-            _LAYOUT.pack_into(self._memory, 0, os.getpid(), self.step, number, self._entered, time.monotonic())
+        """The rank begins this phase. Gives a fault's kind that the caller has to play; None unless a test wants it.
+
+        Only the thread that made the pulse speaks for the rank: what others do meanwhile does not change its phase.
+        """
+        if threading.get_ident() == self._thread:
+            self.phase = phase
+            if self._memory is not None:
+                self._say(self._memory, _NUMBER[phase])
         return self.fault(phase) if self._faults else None
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """The context of a phase inside another one, which goes on afterwards."""
+        outer = PHASES[self._phase]
+        self.enter(phase)
+        yield
+        if self._memory is not None and self._entered and threading.get_ident() == self._thread:
+            self._say(self._memory, _NUMBER[outer])
+
+    @contextmanager
+    def waiting_for(self, rank: int) -> Iterator[None]:
+        """The context in which this rank waits for what another one sends or takes."""
+        if self._memory is None:
+            yield
+            return
+        _WAITS_FOR.pack_into(self._memory, _WAITS_AT, rank)
+        yield
+        _WAITS_FOR.pack_into(self._memory, _WAITS_AT, NOBODY)
+
+    def _say(self, memory: mmap.mmap, phase: int) -> None:
+        now = time.monotonic()
+        if self._entered:
+            ending = self._phase
+            self._ended[ending] += 1
+            seconds = now - self._since
+            if seconds > self._longest[ending]:
+                self._longest[ending] = seconds
+            _ENDED.pack_into(memory, _NOW.size + _ENDED.size * ending, self._ended[ending], self._longest[ending])
+        self._phase, self._since = phase, now
+        self._entered += 1
+        _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
 
     def fault(self, place: str) -> str | None:
         """A place that is no phase of its own where a test may want a fault."""
@@ -89,7 +148,13 @@ class Pulse:
 def read_pulse(path: Path) -> Beat | None:
     """What a rank last said; None before its first word."""
     try:
-        pid, step, phase, entered, since = _LAYOUT.unpack(path.read_bytes())
+        content = path.read_bytes()
+        pid, step, phase, entered, since, waits_for = _NOW.unpack_from(content)
+        ended = list(_ENDED.iter_unpack(content[_NOW.size :]))
     except (OSError, struct.error):
         return None
-    return Beat(pid, step, PHASES[phase], entered, since) if entered else None
+    if not entered:
+        return None
+    counts = {name: count for name, (count, _) in zip(PHASES, ended, strict=True)}
+    longest = {name: seconds for name, (_, seconds) in zip(PHASES, ended, strict=True)}
+    return Beat(pid, step, PHASES[phase], entered, since, waits_for, counts, longest)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _resolve_process_group, _world  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
     RendezvousSettings,
@@ -37,8 +39,10 @@ __all__ = [
     "beside",
     "flash_attention",
     "flatten",
+    "flight_records",
     "fold_gradients",
     "forget_meshes",
+    "group_members",
     "is_shard",
     "parameters_of",
     "reduce_gradients",
@@ -82,6 +86,21 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def group_members() -> dict[str, list[int]]:
+    """The ranks of each process group of this process, by the group's name."""
+    groups = list(_world.pg_group_ranks.items())
+    return {group.group_name: sorted(ranks) for group, ranks in groups if isinstance(group, dist.ProcessGroup)}
+
+
+# NCCL has a recorder of its own; a build without it lacks the second.
+_RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json") if hasattr(c10d, name)]
+
+
+def flight_records(with_entries: bool) -> list[dict[str, Any]]:
+    """What torch's recorders of collectives know: `pg_status` of each group and, where wanted, the last `entries`."""
+    return [json.loads(dump(includeCollectives=with_entries)) for dump in _RECORDERS]
 
 
 # 2.13 has new names for them and warns of the old ones.

@@ -17,10 +17,11 @@ from meshwright.elastic.ranks import Ending, Work
 from meshwright.elastic.rendezvous import interface_to
 from meshwright.elastic.replan import replan
 from meshwright.elastic.supervisor import Alone, Membership, Supervisor
-from meshwright.elastic.watch_link import standard_watchdog
+from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
+from meshwright.observe.ledger import Ledger
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
@@ -30,13 +31,19 @@ from meshwright.training.checkpoints import SaveCheckpoints
 from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, StopOnSignal
 from meshwright.training.job import batch_schedule, make_job, model_spec, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
+from meshwright.training.out_of_memory import explain, is_out_of_memory, with_micro_batch
+from meshwright.training.recover import Recover
+from meshwright.training.replicas import CheckReplicas
 from meshwright.training.run_folder import RunFolder
 
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
     saves = SaveCheckpoints()
-    hooks: list[Hook] = [Events(), StopOnSignal(), Evaluate(), EarlyStop(), saves.progress, Records()]
+    hooks: list[Hook] = [Events(), StopOnSignal(), Recover(), CheckReplicas()]
+    if config.observe.ledger:
+        hooks.append(Ledger())
+    hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
@@ -92,7 +99,7 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, 
         timeout_s=config.elastic.timeout_s,
         folder=folder,
         fresh=config.run.fresh,
-        watchdog=standard_watchdog(),
+        watchdog=watchdog_command(config.elastic) if config.elastic.watchdog else None,
     )
     return ExitCode(supervisor.run().code)
 
@@ -140,8 +147,14 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
 
 
 def _train_rank(config: RunConfig, world: World) -> Ending:
-    trainer = Trainer(config, world)
-    trainer.train()
+    trainer: Trainer | None = None
+    try:
+        trainer = Trainer(with_micro_batch(config, world.size), world)
+        trainer.train()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain(error, config, world, trainer) from None
     if trainer.preempted and not trainer.finished:
         return Ending(ExitCode.PREEMPTED, trainer.stop_reason)
     return Ending(ExitCode.DONE)

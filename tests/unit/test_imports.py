@@ -35,6 +35,7 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['train', 'train.stepz=1'])",
         "from meshwright.cli.main import main; main(['verify', '--model', 'tiny', '--parallel', 'dp=1 tp=3'])",
         "import meshwright.training.job, meshwright.data.prepare",
+        "import meshwright.elastic.watchdog",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:

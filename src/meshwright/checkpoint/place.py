@@ -229,7 +229,9 @@ class RemotePlace(Place):
 
             self._files, self._root = fsspec.core.url_to_fs(url)
         except (ImportError, ValueError) as error:
-            raise ConfigError(f"{url} cannot be used: {error}; pip install 'meshwright[remote]'") from None
+            raise ConfigError(
+                f"{url} cannot be used: {error}; pip install 'meshwright[s3]' or 'meshwright[gs]'"
+            ) from None
         self.url = url.rstrip("/")
 
     def __str__(self) -> str:

@@ -25,5 +25,7 @@ class Placement:
     """The strategy for these ranks; None is the configured one."""
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store where ranks of several machines meet; None is a file."""
+    check: bool = False
+    """Whether ranks check that they agree on every collective, because the last ones did not."""
     fence: Fence | None = None
     """What the run folder's lock says as long as this generation may write."""

@@ -34,10 +34,12 @@ from meshwright.elastic.failure import (
     first_cause,
     kills_for_memory,
 )
+from meshwright.elastic.mismatch import explain_abort, explain_disagreement, fatal_stack
 from meshwright.elastic.placement import Placement
+from meshwright.elastic.rank_side import answer_watchers, leave_last_words
 from meshwright.errors import ExitCode, UserError
 from meshwright.files import write_atomically
-from meshwright.parallel.torch_releases import FileStore, PrefixStore, Store, TCPStore
+from meshwright.parallel.torch_releases import FileStore, PrefixStore, Store, TCPStore, check_collectives
 from meshwright.parallel.world import World, available_cores, join_world
 from meshwright.pulse import GENERATION, Beat, Pulse, read_pulse
 from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS
@@ -99,6 +101,7 @@ class Ranks:
             "generation": self.placement.generation,
             "host": self.placement.host,
             "run_dir": run_dir,
+            "world": self.placement.world,
             "ranks": {str(self._rank(local)): process.pid for local, process in enumerate(self._processes)},
         }
         write_atomically(self.folder / "ranks.json", json.dumps(listing))
@@ -150,6 +153,7 @@ class Ranks:
             self._read_reports()
             if self.stopped_early or any(not failure.consequence for failure in self._failures()):
                 deadline = min(deadline, time.monotonic() + SETTLE_S)
+        self._read_reports()
         # Their deaths by our hand are no cause: what they are is noted before.
         self._noted = self._failures()
         self.kill()
@@ -218,14 +222,23 @@ class Ranks:
             if "text" in report:
                 text = describe_error(report, rank, self.placement.world)
                 facts = {"code": report["code"], "time": report["time"], "consequence": report["lost_connection"]}
-                found.append(self.blame(rank, report["cause"], text, **facts))
+                facts["remedied"] = report["remedied"]
+                disagreement = explain_disagreement(report["text"])
+                cause = disagreement or report["cause"]
+                found.append(self.blame(rank, cause, f"{disagreement}\n{text}" if disagreement else text, **facts))
             elif process.exitcode is not None and process.exitcode < 0:
                 memory = kills_for_memory() > self._kills_for_memory
                 text = describe_death(rank, self.placement.world, -process.exitcode, memory)
                 # An abort may be a rank's answer to a connection that it lost: it is told after real causes.
                 aborted = process.exitcode == -signal.SIGABRT
                 cause = f"ended by {signal.Signals(-process.exitcode).name}"
-                found.append(self.blame(rank, cause, text, consequence=aborted))
+                disagreement = explain_abort(self.folder, {rank: signal.SIGABRT}) if aborted else None
+                if disagreement:
+                    cause += " inside a collective"
+                    text = f"{disagreement}: the ranks start again with every collective checked"
+                text += fatal_stack(self.folder / f"{rank}.fatal")
+                facts = {"consequence": aborted and not disagreement, "check": bool(disagreement)}
+                found.append(self.blame(rank, cause, text, **facts))
             elif process.exitcode not in (None, ExitCode.DONE, ExitCode.PREEMPTED):
                 cause = f"ended with exit code {process.exitcode}"
                 text = f"rank {rank} of {self.placement.world} {cause}, without a word"
@@ -268,6 +281,9 @@ def _rank(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         pulse = Pulse(rank, folder / f"{rank}.pulse")
         pulse.enter("start")
+        answer_watchers(folder, rank)
+        if placement.check:
+            check_collectives()
         store = _store(placement, folder, timeout_s) if size > 1 else None
         with join_world(device, timeout_s, (rank, size, local), store, pulse, placement.fence) as world:
             try:
@@ -277,6 +293,7 @@ def _rank(
                     _send(report, {"stopped": ending.reason or "asked to"})
             except BaseException as error:
                 # Told while the group still stands: its end makes the other ranks fail too, and they must be later.
+                leave_last_words(folder, rank)
                 code = _tell(report, error)
     except BaseException as error:
         code = code or _tell(report, error)
@@ -313,6 +330,7 @@ def _tell(report: Connection, error: BaseException) -> int:
         cause = "lost the connection to another rank"
     # The parent may read when the ranks have ended: more than a pipe holds would keep this one from ending.
     message = {"time": time.time(), "code": code, "cause": cause, "lost_connection": lost, "text": text[-8_000:]}
+    message["remedied"] = getattr(error, "remedied", False)
     _send(report, message)
     return 1 if code is None else code
 

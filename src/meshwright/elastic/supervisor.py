@@ -31,6 +31,8 @@ from meshwright.lock import Fence, Lock
 from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS, show_cursor
 from meshwright.training.run_folder import RunFolder
 
+MOST_WATCHDOGS = 20
+"""How often a watchdog that has ended is started again."""
 POLL_S = 0.25
 
 
@@ -156,8 +158,10 @@ class Supervisor:
             if placement is None:
                 self.membership.leave()
                 return Ending(ExitCode.PREEMPTED, "asked to stop between two generations")
+            # All ranks must check or none; other machines do not know of this one's failure.
+            check = failure is not None and failure.check and placement.local == placement.world
             try:
-                failure = self._generation(self._hold(placement))
+                failure = self._generation(replace(self._hold(placement), check=check))
             except UserError as mistake:
                 self.membership.finish(mistake.exit_code, str(mistake))
                 raise
@@ -229,11 +233,17 @@ class Supervisor:
         if self._watchdog is None:
             return None
         if not self._watchdog.alive:
+            if self._watchdog.restarts >= MOST_WATCHDOGS:
+                self._say("the watchdog ends again and again: a rank that hangs will not be noticed")
+                self._watchdog = None
+                return None
             self._say("the watchdog has ended and is started again")
             self._watchdog.restart()
         for verdict in self._watchdog.verdicts():
-            self._event("hang" if verdict.hang else "warning", ranks=verdict.ranks, text=verdict.text)
-            if verdict.hang:
+            self._event(verdict.kind, ranks=verdict.ranks, text=verdict.text, report=verdict.report)
+            if verdict.kind == "drain":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if verdict.kind == "hang":
                 guilty = verdict.ranks[0] if verdict.ranks else -1
                 where = f"\nthe whole report is in {verdict.report}" if verdict.report else ""
                 failure = ranks.blame(guilty, "hangs", verdict.text + where)

@@ -1,7 +1,7 @@
 """The supervisor's side of the watchdog: a process of its own that follows the ranks' pulses and says who hangs.
 
 It is given the folder with the pulses (`<rank>.pulse`) and `ranks.json`, and writes lines of JSON to its output:
-{"kind": "hang" | "warning", "ranks": [...], "report": "path", "text": "..."}.
+{"kind": "hang" | "warning" | "cleared", "ranks": [...], "report": "path", "text": "..."}.
 """
 
 from __future__ import annotations
@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from meshwright.elastic.ranks import end_with_parent
@@ -23,16 +21,11 @@ from meshwright.elastic.ranks import end_with_parent
 class Verdict:
     """What the watchdog says."""
 
-    hang: bool
+    kind: str
+    """hang: the ranks will not go on by themselves; warning, cleared and others are for a person to know."""
     ranks: tuple[int, ...]
     text: str
     report: str | None = None
-
-
-def standard_watchdog() -> list[str] | None:
-    """The command that starts the watchdog, without the folder."""
-    module = "meshwright.elastic.watchdog"
-    return [sys.executable, "-m", module] if find_spec(module) is not None else None
 
 
 class WatchLink:
@@ -41,10 +34,14 @@ class WatchLink:
     def __init__(self, command: Sequence[str], folder: Path) -> None:
         self._command = [*command, str(folder)]
         self._rest = b""
+        self.restarts = 0
+        """How often it was started again."""
         self._start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, preexec_fn=_in_child)
+        # It ends when its input does.
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, preexec_fn=_in_child)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
@@ -68,24 +65,26 @@ class WatchLink:
             try:
                 said = json.loads(line)
                 ranks = tuple(map(int, said.get("ranks", ())))
-                found.append(Verdict(said["kind"] == "hang", ranks, str(said["text"]), said.get("report")))
+                found.append(Verdict(str(said["kind"]), ranks, str(said["text"]), said.get("report")))
             except (ValueError, KeyError, TypeError, AttributeError):
-                found.append(Verdict(False, (), f"the watchdog said something else: {line[:200]!r}"))
+                found.append(Verdict("warning", (), f"the watchdog said something else: {line[:200]!r}"))
         return found
 
     def restart(self) -> None:
         """Let it begin anew: what it has learned of time no longer holds, or it has ended."""
         self.close()
         self._rest = b""
+        self.restarts += 1
         self._start()
 
     def close(self) -> None:
         """End it."""
         self._process.kill()
         self._process.wait()
-        if self._process.stdout is not None:
-            with suppress(OSError):
-                self._process.stdout.close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
 
 
 def _in_child() -> None:

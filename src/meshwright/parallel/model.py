@@ -25,6 +25,7 @@ from meshwright.parallel.pipeline import Batch, Loss, Pipeline
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.spans import Spans
 from meshwright.parallel.stages import TiedEmbedding
+from meshwright.pulse import Pulse
 from meshwright.strategy import Strategy
 
 Result = TypeVar("Result")
@@ -53,6 +54,8 @@ class Parallel:
         self.last_step: Spans | None = None
         self._context = context
         self._replica: nn.Module | None = None
+        self.pulse = Pulse()
+        """Where this rank says which pass it is in."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         """The forward pass of this rank's samples, whole on every rank; what comes out is that of its own tokens."""
@@ -127,6 +130,8 @@ class Parallel:
         """
         if self.pipeline is None:
             for index, batch in enumerate(batches):
+                if index:
+                    self.pulse.enter("forward")
                 with self.micro_step(last=index == len(batches) - 1):
                     loss(self(**batch), index).backward()
             return
@@ -138,7 +143,7 @@ class Parallel:
                 )
         with self._tied.shared() if self._tied is not None else nullcontext():
             data.accumulate(self.module, self.strategy.zero)
-            self.last_step = self.pipeline.forward_backward(batches, loss)
+            self.last_step = self.pipeline.forward_backward(batches, loss, self.pulse)
             data.reduce(self.module)
 
     def bubble(self) -> Bubble | None:
@@ -152,7 +157,7 @@ class Parallel:
     def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
         """What `finish(output, index)` gives for the output of each batch, where `has_loss`; elsewhere nothing."""
         if self.pipeline is not None:
-            return self.pipeline.forward(batches, finish)
+            return self.pipeline.forward(batches, finish, self.pulse)
         return [finish(self.module(**batch), index) for index, batch in enumerate(batches)]
 
     @torch.no_grad()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.spans import Spans
+from meshwright.pulse import Pulse
 from meshwright.schedules import Action, Program, Transfer, forward_program, make_program, splits_backward
 from meshwright.torch_private import backward_to_input, backward_to_weights, fold_gradients
 
@@ -76,6 +77,7 @@ class _Passing:
     """The micro-batches of a step on this rank."""
 
     spans: Spans
+    pulse: Pulse
     graphs: dict[tuple[int, int], _Graph] = field(default_factory=dict)
     """By stage and micro-batch, what was computed and waits for its backward pass."""
     unfinished: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
@@ -84,7 +86,8 @@ class _Passing:
     """From one stage of this rank to another."""
     arriving: dict[Key, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     leaving: dict[Key, Tensor] = field(default_factory=dict)
-    sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    sent: list[tuple[dist.Work, Tensor, int]] = field(default_factory=list)
+    """With the rank that takes it."""
 
 
 class Pipeline:
@@ -103,6 +106,8 @@ class Pipeline:
         self.layers = list(layers)
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.members = dist.get_process_group_ranks(group)
+        """Their numbers among all ranks."""
         self.in_hand = (0, 0)
         """The micro-batch and the stage of the forward pass that runs or ran last."""
         self._border = border
@@ -123,26 +128,29 @@ class Pipeline:
         """The layers of each of this rank's stages."""
         return [self.layers[stage] for stage in self.stages]
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss) -> Spans:
+    def forward_backward(self, batches: Sequence[Batch], loss: Loss, pulse: Pulse | None = None) -> Spans:
         """Forward and backward passes of micro-batches; gradients add up in the parameters. Gives when they ran."""
-        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)))
+        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)), pulse or Pulse())
         for step in self._steps(len(batches)):
             if isinstance(step, Transfer):
                 self._transfer(step, passing, batches)
             elif step.kind == "F":
+                passing.pulse.enter("forward")
                 self._forward(step, passing, batches, loss)
             else:
+                passing.pulse.enter("backward")
                 self._backward(step, passing)
-        for work, _ in passing.sent:
-            work.wait()
+        self._wait_for_sent(passing)
         passing.spans.finish()
         return passing.spans
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
+    def forward(
+        self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result], pulse: Pulse | None = None
+    ) -> list[Result]:
         """Forward passes only: what `finish` makes of the output of each micro-batch, on the rank of the last stage."""
         results: list[Result] = []
-        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)))
+        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)), pulse or Pulse())
         for step in self._forward_steps(len(batches)):
             if isinstance(step, Transfer):
                 self._transfer(step, passing, batches)
@@ -154,8 +162,7 @@ class Pipeline:
                 results.append(finish(output, micro))
             else:
                 self._pass_on(("forward", stage, micro), output, stage + 1, passing)
-        for work, _ in passing.sent:
-            work.wait()
+        self._wait_for_sent(passing)
         return results
 
     def _forward(self, action: Action, passing: _Passing, batches: Sequence[Batch], loss: Loss) -> None:
@@ -225,15 +232,21 @@ class Pipeline:
         if key in passing.here:
             return passing.here.pop(key)
         work, value = passing.arriving.pop(key)
-        work.wait()
+        with passing.pulse.waiting_for(self.members[self.placement[key[1]]]):
+            work.wait()
         return value
+
+    def _wait_for_sent(self, passing: _Passing) -> None:
+        for work, _, target in passing.sent:
+            with passing.pulse.waiting_for(self.members[target]):
+                work.wait()
 
     def _transfer(self, transfer: Transfer, passing: _Passing, batches: Sequence[Batch]) -> None:
         key = (transfer.kind, transfer.stage, transfer.micro)
         if transfer.source == self.rank:
             value = passing.leaving.pop(key)
-            passing.sent = [(work, held) for work, held in passing.sent if not work.is_completed()]
-            passing.sent.append((self._send(value, transfer.target), value))
+            passing.sent = [sent for sent in passing.sent if not sent[0].is_completed()]
+            passing.sent.append((self._send(value, transfer.target), value, transfer.target))
         else:
             value = self._border(batches[transfer.micro])
             passing.arriving[key] = self._receive(value, transfer.source), value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +15,10 @@ from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saver import Outcome, Saver
-from meshwright.checkpoint.training_state import parts_of, restore
+from meshwright.checkpoint.training_state import parts_of
 from meshwright.config import CheckpointSection
 from meshwright.errors import CheckpointError
+from meshwright.training.held_state import NonFiniteState, assert_finite
 from meshwright.training.hooks import Hook, Metrics
 
 if TYPE_CHECKING:
@@ -67,8 +68,20 @@ class SaveCheckpoints(Hook):
                 )
                 _tell(trainer, "checkpoint_skipped", text)
             else:
-                self.save(trainer, background=trainer.config.checkpoint.background)
+                try:
+                    self.save(trainer, background=trainer.config.checkpoint.background)
+                except NonFiniteState as error:
+                    # Nothing that is no number is ever saved; the steps done since the last checkpoint are at risk.
+                    _tell(trainer, "checkpoint_failed", f"{error}; training goes on without it")
         self._report(trainer)
+
+    def before_rollback(self, trainer: TrainingLoop) -> None:
+        self._make_saver(trainer).wait()
+        self._report(trainer)
+
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        saver = self._make_saver(trainer)
+        saver.staged_step = saver.durable_step = trainer.step
 
     def at_end(self, trainer: TrainingLoop) -> None:
         saver = self._make_saver(trainer)
@@ -89,6 +102,7 @@ class SaveCheckpoints(Hook):
     def save(self, trainer: TrainingLoop, background: bool) -> None:
         """Save the trainer's state as a checkpoint of its run; every rank writes its share."""
         trainer.world.pulse.enter("stage")
+        assert_finite(trainer.model, trainer.optimizer, trainer.world, trainer.step)
         parts = parts_of(trainer.model, trainer.optimizer)
         self._make_saver(trainer).save(manifest_of(trainer, self._metrics), parts, background=background)
         trainer.world.pulse.enter("hooks")
@@ -127,12 +141,9 @@ def retention_of(settings: CheckpointSection) -> Retention:
 
 def manifest_of(trainer: TrainingLoop, metrics: Mapping[str, float]) -> Manifest:
     """All of a run's state that is no tensor."""
-    state: dict[str, Any] = trainer.loss_scale.state()
-    for hook in trainer.hooks:
-        state |= hook.state()
     return Manifest(
         step=trainer.step,
-        position=trainer.job.batches.position(trainer.step),
+        position=trainer.position,
         strategy=str(trainer.job.strategy),
         ranks=trainer.world.size,
         model=trainer.job.spec,
@@ -143,7 +154,7 @@ def manifest_of(trainer: TrainingLoop, metrics: Mapping[str, float]) -> Manifest
         metrics=dict(metrics),
         saved_at=time.time(),
         written_by=f"meshwright {__version__}, torch {torch.__version__}",
-        state=state,
+        state=trainer.state(),
         tensors={},
     )
 
@@ -175,24 +186,21 @@ def _tell(trainer: TrainingLoop, kind: str, text: str, step: int | None = None) 
         print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
 
-def resume(trainer: TrainingLoop) -> Manifest | None:
-    """Fill a trainer from the newest checkpoint that is whole; None where the run has none yet.
+def load_newest(trainer: TrainingLoop, before: int | None = None) -> Manifest | None:
+    """Fill a trainer from the newest checkpoint, of a step before that one, that is whole; None where there is none.
 
     All ranks try a checkpoint together and go past it together. A damaged one is set aside and announced; after
     checkpoint.fallback of them, or when none is left, the run ends rather than start from nothing.
     """
     place = trainer.checkpoints
-    if trainer.world.is_first:
-        place.clear_unfinished()
-    trainer.world.sum(torch.zeros(1, device=trainer.world.device))
-    steps = list_steps(place)
+    steps = [step for step in _listed(trainer) if before is None or step < before]
     complaints: list[str] = []
     for step in reversed(steps):
         folder = place.child(step_name(step))
         complaint = _all_hear(trainer, _try(trainer, folder))
         if complaint is None:
             if complaints:
-                _announce_fallback(trainer, place, step, complaints)
+                _announce_fallback(trainer, [number for number in steps if number > step], step, complaints)
             return read_manifest(folder)
         complaints.append(complaint)
         if len(complaints) > trainer.config.checkpoint.fallback:
@@ -208,12 +216,23 @@ def resume(trainer: TrainingLoop) -> Manifest | None:
     )
 
 
+def _listed(trainer: TrainingLoop) -> list[int]:
+    """The steps of the checkpoints, as the first rank sees them: others may see a network disk late."""
+    found: list[int] = []
+    if trainer.world.is_first:
+        trainer.checkpoints.clear_unfinished()
+        found = list_steps(trainer.checkpoints)
+    trainer.exchange.collect(None)
+    heard: list[int] = trainer.exchange.answer([found] * trainer.exchange.size)
+    return heard
+
+
 def _try(trainer: TrainingLoop, folder: Place) -> str | None:
     """Fill this rank from a checkpoint; gives what is damaged about it. Anything else that is wrong is an error."""
     try:
         reader = CheckpointReader(folder)
         trainer.check_same_run(folder, reader.manifest)
-        restore(reader, trainer.model, trainer.optimizer)
+        trainer.restore(reader)
     except DamageError as error:
         return str(error)
     except FileNotFoundError as error:
@@ -229,11 +248,11 @@ def _all_hear(trainer: TrainingLoop, complaint: str | None) -> str | None:
     return heard
 
 
-def _announce_fallback(trainer: TrainingLoop, place: Place, step: int, complaints: list[str]) -> None:
+def _announce_fallback(trainer: TrainingLoop, damaged: list[int], step: int, complaints: list[str]) -> None:
     if not trainer.world.is_first:
         return
-    for damaged in [number for number in list_steps(place) if number > step]:
-        place.set_aside(step_name(damaged))
+    for number in damaged:
+        trainer.checkpoints.set_aside(step_name(number))
     text = f"going back to the checkpoint of step {step}: " + "; ".join(complaints)
     trainer.job.folder.event("checkpoint_fallback", step=step, damaged=complaints)
     print(f"meshwright: {text}", file=sys.stderr, flush=True)

@@ -31,6 +31,12 @@ class Hook:
     def at_end(self, trainer: TrainingLoop) -> None:
         """After the last step of a run that was not cut off by an error; the last hook first."""
 
+    def before_rollback(self, trainer: TrainingLoop) -> None:
+        """Before the state of an earlier checkpoint replaces that of now: finish what still needs it."""
+
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        """The run is back at an earlier step, and state is restored: forget what came after that step."""
+
     def close(self) -> None:
         """Always, at the very end; the last hook first."""
 
@@ -154,5 +160,5 @@ class EarlyStop(Hook):
         return {"early_stop": {"best": self.best, "misses": self.misses}} if self.best < float("inf") else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if "early_stop" in state:
-            self.best, self.misses = state["early_stop"]["best"], state["early_stop"]["misses"]
+        kept = state.get("early_stop", {"best": float("inf"), "misses": 0})
+        self.best, self.misses = kept["best"], kept["misses"]

@@ -33,6 +33,9 @@ class RunFolder:
         self.identity = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+        self.rollbacks = self.path / "rollbacks.json"
+        self.micro_batch = self.path / "micro_batch.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.tokenizer = self.path / "tokenizer"
@@ -50,8 +53,8 @@ class RunFolder:
             return
         if not self.holds_run:
             # Names with a dot, and these two, are the lock and what a crash before the first configuration may leave.
-            early = (self.identity.name, self.events.name)
-            if any(not entry.name.startswith(".") and entry.name not in early for entry in self.path.iterdir()):
+            beside = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+            if beside - {self.identity.name, self.events.name}:
                 raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
             return
         if config.run.fresh:

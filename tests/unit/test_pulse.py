@@ -1,0 +1,72 @@
+"""What a rank says of itself, and what a reader outside makes of it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+from meshwright.pulse import NOBODY, Pulse, read_pulse
+
+
+def test_reader_sees_phase_step_and_how_long_phases_took(tmp_path: Path) -> None:
+    path = tmp_path / "0.pulse"
+    pulse = Pulse(0, path)
+    assert read_pulse(path) is None
+    pulse.step = 7
+    pulse.enter("forward")
+    time.sleep(0.05)
+    pulse.enter("backward")
+    time.sleep(0.01)
+    pulse.enter("forward")
+    pulse.enter("optimizer")
+    beat = read_pulse(path)
+    assert beat is not None
+    assert (beat.pid, beat.step, beat.phase, beat.entered) == (os.getpid(), 7, "optimizer", 4)
+    assert beat.ended["forward"] == 2
+    assert beat.ended["backward"] == 1
+    assert beat.ended["optimizer"] == 0
+    assert 0.05 <= beat.longest["forward"] < 5
+    assert 0.01 <= beat.longest["backward"] < beat.longest["forward"]
+
+
+def test_phase_inside_another_gives_way_to_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "0.pulse"
+    pulse = Pulse(0, path)
+    pulse.enter("hooks")
+    with pulse.during("evaluate"):
+        assert read_pulse(path).phase == "evaluate"  # type: ignore[union-attr]
+    beat = read_pulse(path)
+    assert beat is not None
+    assert (beat.phase, beat.ended["evaluate"]) == ("hooks", 1)
+
+
+def test_other_threads_do_not_speak_for_the_rank(tmp_path: Path) -> None:
+    """A save in the background must not make a stuck rank look alive."""
+    path = tmp_path / "0.pulse"
+    pulse = Pulse(0, path)
+    pulse.enter("forward")
+    thread = threading.Thread(target=pulse.enter, args=("write",))
+    thread.start()
+    thread.join()
+    beat = read_pulse(path)
+    assert beat is not None
+    assert (beat.phase, beat.entered) == ("forward", 1)
+
+
+def test_rank_says_whom_it_waits_for(tmp_path: Path) -> None:
+    path = tmp_path / "0.pulse"
+    pulse = Pulse(0, path)
+    pulse.enter("forward")
+    with pulse.waiting_for(3):
+        assert read_pulse(path).waits_for == 3  # type: ignore[union-attr]
+    assert read_pulse(path).waits_for == NOBODY  # type: ignore[union-attr]
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
+    pulse = Pulse()
+    pulse.enter("forward")
+    with pulse.during("evaluate"), pulse.waiting_for(1):
+        pass
+    assert list(tmp_path.iterdir()) == []
