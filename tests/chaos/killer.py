@@ -64,9 +64,10 @@ def run_with_kills(folder: Path, settings: list[str], kills: int, seed: int) -> 
     ended = training.wait(600)
     assert ended.code == ExitCode.DONE, (folder / "output.txt").read_text()[-4000:]
     restarts = events(training.folder, "restarted")
+    failures = events(training.folder, "failed")
     times = sorted(line["restart_s"] for line in restarts)
     print(
-        f"{kills} kills, {launchers} of them of the launcher: {len(events(training.folder, 'failed'))} failures noticed, "
+        f"{kills} kills, {launchers} of them of the launcher: {len(failures)} failures noticed, "
         f"{len(restarts)} restarts that came to a new step, "
         f"median {times[len(times) // 2]:.2f} s and at most {times[-1]:.2f} s to the first new step, "
         f"{sum(line['steps_lost'] for line in restarts)} steps done again"
