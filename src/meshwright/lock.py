@@ -132,13 +132,17 @@ def _may_be_gone(holder: Fence | None, mine: Fence) -> bool:
     """Whether waiting makes sense: the holder's launcher is not seen to live, or it is an earlier one of ours."""
     if holder is None or holder.launch == mine.launch or holder.host != mine.host:
         return True
+    return not is_alive(holder.pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and that nobody has asked after yet does not."""
     try:
-        os.kill(holder.pid, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:
         return False
-    # A process that has ended and that nobody has asked after yet is gone, too.
+    except PermissionError:
+        return True
     with suppress(OSError):
-        return Path(f"/proc/{holder.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return True

@@ -32,6 +32,7 @@ def run_with_kills(folder: Path, settings: list[str], kills: int, seed: int) -> 
     options = [
         f"train.steps={STEPS_A_KILL * kills}",
         "checkpoint.every=2",
+        "checkpoint.background=true",
         "elastic.max_restarts=100000",
         # Kills may hit the same step again and again by chance.
         "elastic.same_step_failures=1000",
@@ -43,7 +44,11 @@ def run_with_kills(folder: Path, settings: list[str], kills: int, seed: int) -> 
     for number in range(kills):
         base = checkpoints(training.folder)[-1] if checkpoints(training.folder) else 0
         wanted = base + draw.randint(1, 4)
-        training.wait_for_step(wanted, 120)
+        if draw.random() < 0.5:
+            # Else a run whose saves take longer than its steps would be killed for ever before the first is done.
+            training.wait_for(lambda run=training, base=base: checkpoints(run.folder)[-1:] > [base], "save", 120)
+        else:
+            training.wait_for_step(wanted, 120)
         time.sleep(draw.random() * 0.15)
         choice, who = draw.random(), draw.randrange(2)
         if choice < 0.05:
@@ -59,9 +64,11 @@ def run_with_kills(folder: Path, settings: list[str], kills: int, seed: int) -> 
     ended = training.wait(600)
     assert ended.code == ExitCode.DONE, (folder / "output.txt").read_text()[-4000:]
     restarts = events(training.folder, "restarted")
+    failures = events(training.folder, "failed")
     times = sorted(line["restart_s"] for line in restarts)
     print(
-        f"{kills} kills, {launchers} of them of the launcher: {len(restarts)} restarts, "
+        f"{kills} kills, {launchers} of them of the launcher: {len(failures)} failures noticed, "
+        f"{len(restarts)} restarts that came to a new step, "
         f"median {times[len(times) // 2]:.2f} s and at most {times[-1]:.2f} s to the first new step, "
         f"{sum(line['steps_lost'] for line in restarts)} steps done again"
         if times

@@ -32,7 +32,7 @@ EVERY = 5
 SETTINGS = (
     f"train.steps={STEPS}",
     f"checkpoint.every={EVERY}",
-    # So that it is known which checkpoint there is when a fault strikes; tests of the other way say so.
+    # Saved when the step is over, so that a test knows what a fault finds.
     "checkpoint.background=false",
     "train.deterministic=true",
     "observe.log_every=1",
@@ -146,7 +146,7 @@ def ranks_below(pid: int) -> dict[int, psutil.Process]:
     for child in psutil.Process(pid).children(recursive=True):
         try:
             # What a rank writes to its environment after a fork is not seen from outside: its title is.
-            number = re.search(r"rank (\d+)", child.name())
+            number = re.search(r"rank (\d+)", child.name()) if child.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             continue
         if number:

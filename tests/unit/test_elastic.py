@@ -15,6 +15,7 @@ from meshwright.elastic import rendezvous
 from meshwright.elastic.budget import Budget
 from meshwright.elastic.failure import Failure, describe_death, first_cause
 from meshwright.elastic.rendezvous import Endpoint, JsonState, interface_to, settings_of
+from meshwright.elastic.supervisor import _sweep
 from meshwright.errors import ConfigError, ExitCode
 from meshwright.lock import Fence, LockedError, read_holder, take_lock
 from meshwright.parallel.torch_releases import TCPStore
@@ -167,3 +168,12 @@ def test_later_generation_takes_the_lock_from_one_that_does_not_end(
     assert not zombie.is_current
     with pytest.raises(LockedError, match="generation 1.*was replaced and writes nothing more"):
         old.check_generation()
+
+
+def test_what_killed_supervisors_left_is_swept_away(tmp_path: Path) -> None:
+    for name, pid in (("meshwright-dead", 2**22 - 1), ("meshwright-alive", os.getpid()), ("other", 2**22 - 1)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").write_text(str(pid))
+    (tmp_path / "meshwright-unknown").mkdir()
+    _sweep(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["meshwright-alive", "meshwright-unknown", "other"]

@@ -34,6 +34,7 @@ from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, end_with_parent, may_fork
 from meshwright.elastic.rendezvous import END, Endpoint, JsonState, StoreError, check_run, connect, settings_of
 from meshwright.errors import ExitCode, UserError
+from meshwright.lock import is_alive
 from meshwright.torch_private import RendezvousMember
 from meshwright.training.hooks import STOP_SIGNALS
 
@@ -67,6 +68,8 @@ class Nodes:
 
 class Member:
     """This machine in the meeting, as the supervisor sees it."""
+
+    alone = False
 
     def __init__(self, nodes: Nodes, count: int, budget: Budget, plan: Plan, identity: str, device: str) -> None:
         """`identity` is a digest of what the run is: a machine with another one is refused."""
@@ -139,7 +142,7 @@ class Member:
                 text = (
                     f"{host} was taken for lost by the others" if mine else f"{host} is lost: not heard of for seconds"
                 )
-                return self.explain(self._trouble(host, "machine lost", text))
+                return self._trouble(host, "machine lost", text)
         return self._waiting
 
     def readable(self) -> list[Any]:
@@ -513,7 +516,7 @@ class _Meeting:
             before = self._store.compare_set(key, "", "[]").decode()
             agents = [agent for agent in json.loads(before) if now - agent["time"] < self._nodes.quarantine_window_s]
             for agent in agents:
-                agent["died"] = agent["died"] or not _alive(agent["pid"])
+                agent["died"] = agent["died"] or not is_alive(agent["pid"])
             deaths = sum(agent["died"] for agent in agents)
             quarantined = deaths >= self._nodes.quarantine_failures
             if not quarantined:
@@ -564,15 +567,3 @@ class _Meeting:
 
 class _Retry(Exception):
     """A machine was lost while the others agreed."""
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    with suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    return True

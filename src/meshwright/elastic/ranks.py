@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -193,6 +194,11 @@ class Ranks:
                 **facts,
             }
         )
+
+    def date(self, failure: Failure) -> Failure:
+        """A failure that is no rank's, with the step and phase that it found these ranks in."""
+        beat = max(self.beats().values(), key=lambda beat: beat.entered, default=None)
+        return failure if beat is None else replace(failure, step=beat.step, phase=beat.phase)
 
     def ending(self) -> Ending:
         """How they ended, when none has failed."""

@@ -27,13 +27,15 @@ from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, Ranks, Work
 from meshwright.elastic.watch_link import WatchLink
 from meshwright.errors import ExitCode, UserError
-from meshwright.lock import Fence, Lock
+from meshwright.lock import Fence, Lock, is_alive
 from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS, show_cursor
 from meshwright.training.run_folder import RunFolder
 
 MOST_WATCHDOGS = 20
 """How often a watchdog that has ended is started again."""
 POLL_S = 0.25
+OWNER = "owner"
+"""File with the process id of the supervisor whose private folder it is."""
 
 
 class Membership(Protocol):
@@ -41,6 +43,8 @@ class Membership(Protocol):
 
     launch: str
     """A name of this launch that no other has."""
+    alone: bool
+    """Whether there are no other machines that would go on."""
 
     def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
         """The next generation, once everyone is there; None when cancelled before, raises what ends the run instead."""
@@ -69,6 +73,8 @@ class Membership(Protocol):
 
 class Alone:
     """One machine: its ranks are all there is."""
+
+    alone = True
 
     def __init__(self, count: int, budget: Budget) -> None:
         self.launch = os.urandom(8).hex()
@@ -137,6 +143,8 @@ class Supervisor:
         """How the run ended; raises the first cause when it failed for good."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as private, self._signals():
             self._private = Path(private)
+            (self._private / OWNER).write_text(str(os.getpid()))
+            _sweep(self._private.parent)
             try:
                 if self._watchdog_command is not None:
                     self._watchdog = WatchLink(self._watchdog_command, self._private)
@@ -186,7 +194,7 @@ class Supervisor:
                 self.membership.finish(ending.code, "")
                 return ending
             stopped = {number.name for number in STOP_SIGNALS}
-            if self._was_asked() or isinstance(self.membership, Alone) or ending.reason in stopped:
+            if self._was_asked() or self.membership.alone or ending.reason in stopped:
                 self.membership.leave()
                 return ending
 
@@ -205,11 +213,11 @@ class Supervisor:
             if ranks.failed or ranks.stopped_early:
                 break
             if (hang := self._hang(ranks)) is not None:
-                return hang
+                return self.membership.explain(hang)
             change = self.membership.changes()
             if isinstance(change, Failure):
                 ranks.kill()
-                return change
+                return self.membership.explain(ranks.date(change))
             if change and not resizing:
                 resizing = True
                 ranks.send(RESIZE_SIGNAL)
@@ -393,3 +401,11 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _sweep(place: Path) -> None:
+    """Take away what supervisors that were killed have left: nobody else could."""
+    for owner in place.glob(f"meshwright-*/{OWNER}"):
+        with suppress(OSError, ValueError):
+            if owner.stat().st_uid == os.getuid() and not is_alive(int(owner.read_text())):
+                shutil.rmtree(owner.parent)

@@ -52,9 +52,9 @@ class RunFolder:
         if not self.path.exists():
             return
         if not self.holds_run:
-            # Names with a dot are the lock, and what a crash before the first configuration may leave.
+            # Names with a dot, and these two, are the lock and what a crash before the first configuration may leave.
             beside = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
-            if beside - {self.identity.name}:
+            if beside - {self.identity.name, self.events.name}:
                 raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
             return
         if config.run.fresh:
