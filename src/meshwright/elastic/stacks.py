@@ -98,7 +98,11 @@ def _by_py_spy(spy: str, pid: int, timeout_s: float) -> Stacks:
     main: tuple[Frame, ...] = ()
     others = []
     holds_gil = None
-    for thread in json.loads(done.stdout):
+    try:
+        threads = json.loads(done.stdout)
+    except ValueError:
+        return Stacks(problem="py-spy: said something else than JSON")
+    for thread in threads:
         frames = tuple(
             Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"][:MOST_FRAMES]
         )
