@@ -349,10 +349,10 @@ def test_bf16_learns_too(meshwright: CommandLine, tiny_run: list[str], tmp_path:
 
 def test_divergence_stops_the_run_and_says_so(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
     result = meshwright("train", *tiny_run, "train.lr=1e38", "train.grad_clip=0", "run.dir=a", "--nproc", 2)
-    assert result.returncode == 1
-    assert "training has diverged" in result.stderr
+    assert result.returncode == ExitCode.DIVERGED
+    assert "training has diverged, and there is no checkpoint from before step 2 to go back to" in result.stderr
     assert "Traceback" not in result.stderr
-    assert not (tmp_path / "a/checkpoints").exists()
+    assert not list((tmp_path / "a").glob("checkpoints/step-*"))
 
 
 def test_weights_and_biases_gets_the_metrics(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ COPIES: dict[str, tuple[str, str, int, str, set[int]]] = {
 
 def flip_and_compare(world: World, case: Case, guilty: int, name: str) -> tuple[list[Difference], ...]:
     step = step_of(world, case)
-    check = ReplicaCheck(world)
+    check = ReplicaCheck(world, step.strategy.tp)
     untrained = check(step.model, step.optimizer)
     for number in range(3):
         _feed(step, case, number)
@@ -163,6 +163,7 @@ def test_a_copy_that_differs_by_one_bit_is_named(pool: RankPool, kind: str) -> N
         assert guilty in one.ranks
         assert name in one.name
         assert len(one.hosts) == len(one.odd)
+        assert one.over_tp == (kind == "norm beside split matrices"), "copies that no sum over ranks keeps the same"
 
 
 def moments_too(world: World, case: Case) -> list[Difference]:
