@@ -1,0 +1,383 @@
+"""How long a step takes, in parts: a roofline for every operation, collectives, overlap, the pipeline. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil, log2
+
+from meshwright.planning import blocks, pipeline
+from meshwright.planning.blocks import Product, Work
+from meshwright.planning.links import Group, Links, group_of
+from meshwright.planning.pipeline import StageTimes
+from meshwright.planning.scenario import Scenario
+from meshwright.planning.software import Constants
+from meshwright.schedules import splits_backward
+
+TILE = 128
+BACKWARD_ATTENTION = 2.5
+"""Products of fused attention's backward pass over those of its forward pass: five for two."""
+ADAM_BYTES = 30
+"""Read and written for each parameter that an optimizer step updates: two moments, gradient, wide and narrow copy."""
+HOST_LINK = 25e9
+"""Bytes per second between a chip and its host, one way."""
+HOST_ADAM = 12e9
+"""Bytes of parameters and moments that the host cores of one rank update in a second."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of a step, by what they are spent on; they add up to it."""
+
+    compute: float = 0.0
+    recompute: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    offload: float = 0.0
+    other: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass
+class Layer:
+    """Seconds of one layer's passes of one micro-batch on one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """To the input."""
+    weights: float = 0.0
+    again: float = 0.0
+    """Computed again in the backward pass."""
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    tp_forward: float = 0.0
+    ep_forward: float = 0.0
+    cp_forward: float = 0.0
+
+
+class Timer:
+    """Times of a scenario's parts."""
+
+    def __init__(self, scenario: Scenario, constants: Constants) -> None:
+        self.scenario, self.constants = scenario, constants
+        chip, speed = scenario.cluster.chip, constants.chip(scenario.cluster.chip.key)
+        software = scenario.software
+        self.software = software
+        self.common = constants.common
+        wide = chip.peak(scenario.wide) * speed.gemm * software.compute
+        self.wide = wide
+        if scenario.dtype == scenario.wide:
+            self.narrow = wide
+        else:
+            share = speed.fp8 if scenario.dtype == "fp8" else speed.fp4
+            self.narrow = chip.peak(scenario.dtype) * share * software.compute
+        self.attention = chip.peak(scenario.wide) * speed.attention * software.attention
+        self.memory = chip.memory_bandwidth * 1e9 * speed.memory
+        self.units = chip.units
+        self.links = Links(scenario.cluster, constants.common)
+        layout, cluster = scenario.layout, scenario.cluster
+        self.tp_group = group_of(cluster, layout.tp, 1)
+        self.cp_group = group_of(cluster, layout.cp, layout.tp)
+        self.ep_group = group_of(cluster, layout.ep, layout.expert_tp)
+        self.shard_group = group_of(cluster, layout.shard * layout.cp, layout.tp)
+        self.replicas = group_of(cluster, layout.replicate, layout.tp * layout.cp * layout.shard)
+        self._layers: dict[tuple[bool, bool], Layer] = {}
+
+    # ---- operations
+
+    def product(self, one: Product) -> tuple[float, float, float]:
+        """Seconds of the forward product and of those to its input and to its weights."""
+        peak = self.narrow if one.narrow else self.wide
+        if one.times > 1:
+            peak *= self.common.grouped * one.rows / (one.rows + self.common.rows)
+        flops = 2 * one.rows * one.inner * one.outer * one.times
+        return (
+            self._time(flops, peak, one.rows, one.inner, one.outer, one.times),
+            self._time(flops, peak, one.rows, one.outer, one.inner, one.times),
+            self._time(flops, peak, one.inner, one.rows, one.outer, one.times),
+        )
+
+    def _time(self, flops: float, peak: float, rows: float, inner: float, outer: float, times: float) -> float:
+        waves = ceil(rows / TILE) * ceil(outer / TILE) * times / self.units
+        waste = ceil(waves) / waves - 1 if waves < 64 else 0.0
+        share = inner / (inner + self.common.depth) / (1 + self.common.quantum * min(waste, 8.0))
+        moved = 2 * (rows * inner + inner * outer + rows * outer) * times
+        return max(flops / (peak * share), moved / self.memory)
+
+    def attend(self, work: Work) -> tuple[float, float]:
+        """Seconds of attention forward and backward."""
+        scenario, common = self.scenario, self.common
+        if not scenario.flash_attention:
+            # Full products, and the scores go through memory for masks, softmax and dropout.
+            forward = 2 * work.attention_flops / self.wide * 1.6 + work.scores * 2 * common.unfused / self.memory
+            return forward, 2 * forward
+        own = scenario.sequence_length / scenario.layout.cp
+        share = own / (own + common.attention_length) * min(1.0, 0.6 + 0.4 * work.head_dim / 128)
+        forward = work.attention_flops / (self.attention * share)
+        return forward, forward * BACKWARD_ATTENTION * 1.1
+
+    def layer(self, sparse: bool, again: bool) -> Layer:
+        """The passes of one layer, computed again or not."""
+        key = sparse, again
+        if key not in self._layers:
+            self._layers[key] = self._layer(sparse, again)
+        return self._layers[key]
+
+    def _layer(self, sparse: bool, again: bool) -> Layer:
+        scenario, layout, software = self.scenario, self.scenario.layout, self.software
+        work = blocks.layer_work(
+            scenario.spec, sparse, scenario.tokens, scenario.sequence_length,
+            layout.tp, layout.sp, layout.ep, layout.expert_tp, scenario.imbalance,
+        )  # fmt: skip
+        forward = backward = weights = 0.0
+        for one in work.products:
+            times = self.product(one)
+            forward, backward, weights = forward + times[0], backward + times[1], weights + times[2]
+        attention_forward, attention_backward = self.attend(work)
+        moved = work.moved * scenario.element * software.passes / self.memory
+        if scenario.dtype != scenario.wide:
+            # Read wide, write narrow twice (as it is and transposed).
+            cast = work.cast * 4 * software.cast / self.memory
+            forward, backward = forward + cast, backward + cast
+        forward += attention_forward + moved
+        backward += attention_backward + 2 * moved
+        if not scenario.flash_attention and layout.recompute == "selective":
+            backward += attention_forward
+        forward = max(forward, software.host_s)
+        total = max(backward + weights, 2 * software.host_s)
+        backward = total - weights
+        result = Layer(forward, backward, weights)
+        result.tp_forward, tp_backward = self._tensor(work)
+        result.ep_forward = software.ep_exposed * 2 * self.links.exchange(
+            self.ep_group, work.exchanged * scenario.element, self._copies()
+        )
+        result.cp_forward, cp_backward = self._context(work, attention_forward, attention_backward)
+        result.tp = result.tp_forward + tp_backward
+        result.ep = 2 * result.ep_forward
+        result.cp = result.cp_forward + cp_backward
+        if again:
+            result.again = forward
+            result.tp += result.tp_forward
+            result.ep += result.ep_forward
+            result.cp += result.cp_forward
+        elif scenario.selective:
+            result.again = moved
+        return result
+
+    def _copies(self) -> float:
+        experts = self.scenario.spec.experts
+        return experts.num_experts_per_tok if experts is not None else 1
+
+    def _tensor(self, work: Work) -> tuple[float, float]:
+        """Exposed seconds of tensor-parallel collectives, forward and backward: two sums each, or gathers and scatters."""
+        if self.tp_group.size == 1:
+            return 0.0, 0.0
+        size = work.tp_elements * self.scenario.element
+        once = 4 * self.links.half(self.tp_group, size) * self.software.tp_exposed
+        # Backward passes of the weights need the gathered inputs once more.
+        return once, once * (1.25 if self.scenario.layout.sp else 1.0)
+
+    def _context(self, work: Work, forward: float, backward: float) -> tuple[float, float]:
+        """Exposed seconds of context-parallel traffic; a ring hides behind attention, an exchange does not."""
+        layout, element = self.scenario.layout, self.scenario.element
+        if layout.cp == 1:
+            return 0.0, 0.0
+        if layout.cp_method == "ring":
+            passed = self.links.half(self.cp_group, work.kv_elements * layout.cp * element)
+            start = passed / layout.cp
+            return max(start, passed - forward), max(2 * start, 2 * passed - backward)
+        once = self.links.exchange(self.cp_group, (work.kv_elements + work.qo_elements) * element)
+        return once, once
+
+    # ---- the step
+
+    def parts(self, simulate: bool = True) -> Parts:
+        """The step; without simulation a lower bound of the pipeline's length stands in for it."""
+        scenario, layout, software = self.scenario, self.scenario.layout, self.software
+        spec, stages = scenario.spec, scenario.stages
+        head = self._head()
+        forward: list[float] = []
+        backward: list[float] = []
+        weights: list[float] = []
+        again: list[float] = []
+        axes: list[tuple[float, float, float]] = []
+        gathered: list[float] = []
+        last = spec.num_hidden_layers
+        order = sorted((part for held in stages for part in held), key=lambda part: part.start)
+        sums = self._stage_sums(order)
+        for part in order:
+            one = sums[part]
+            f, b, w, a = one.forward, one.backward, one.weights, one.again
+            comm_f = one.tp_forward + one.ep_forward + one.cp_forward
+            comm = one.tp + one.ep + one.cp
+            if part.stop == last:
+                f, b, w = f + head[0], b + head[1], w + head[2]
+            exposed = self._gathers(part, f, b + w + a)
+            forward.append(f + comm_f + exposed[0])
+            backward.append(b + a + comm - comm_f + exposed[1])
+            weights.append(w)
+            again.append(a)
+            axes.append((one.tp, one.ep, one.cp))
+            gathered.append(exposed[0] + exposed[1])
+        micro_steps = max(1, round(scenario.micro_steps))
+        split = layout.pp > 1 and splits_backward(layout.schedule)
+        if not split:
+            backward = [b + w for b, w in zip(backward, weights, strict=True)]
+        times = StageTimes(forward, backward, weights if split else [0.0] * len(weights), self._transfer())
+        work = pipeline.rank_work(layout.schedule, layout.pp, times) if layout.pp > 1 else [forward[0] + backward[0]]
+        slowest = max(range(layout.pp), key=lambda rank: work[rank])
+        if layout.pp == 1:
+            length = micro_steps * work[0]
+        elif simulate:
+            length = pipeline.length(layout.schedule, layout.pp, micro_steps, times)
+        else:
+            length = pipeline.shortest(layout.schedule, layout.pp, micro_steps, times)
+        own = [index for index, part in enumerate(order) if part in stages[slowest]]
+        tp, ep, cp = (micro_steps * sum(axes[index][axis] for index in own) for axis in range(3))
+        dp = micro_steps * sum(gathered[index] for index in own)
+        recompute = micro_steps * sum(again[index] for index in own)
+        compute = micro_steps * work[slowest] - tp - ep - cp - dp - recompute
+        dp += self._reduction(slowest, forward, backward, weights, own)
+        optimizer, offload = self._update()
+        steady = length + dp - micro_steps * sum(gathered[index] for index in own) + optimizer + offload
+        nodes = max(1, scenario.cluster.gpus / max(1, scenario.cluster.node))
+        other = software.step_s + steady * software.jitter * log2(nodes) if nodes > 1 else software.step_s
+        bubble = length - micro_steps * work[slowest]
+        return Parts(compute, recompute, tp, cp, ep, dp, bubble, optimizer, offload, other)
+
+    def _stage_sums(self, order: list[range]) -> dict[range, Layer]:
+        scenario = self.scenario
+        sums = {}
+        for part in order:
+            total = Layer()
+            counts: dict[tuple[bool, bool], int] = {}
+            again = scenario.recomputed(part)
+            if scenario.spec.experts is None:
+                counts = {(False, True): again, (False, False): len(part) - again}
+            else:
+                for index, layer in enumerate(part):
+                    key = scenario.spec.is_sparse(layer), index < again
+                    counts[key] = counts.get(key, 0) + 1
+            for (sparse, recomputed), count in counts.items():
+                if count:
+                    one = self.layer(sparse, recomputed)
+                    for name in vars(total):
+                        setattr(total, name, getattr(total, name) + count * getattr(one, name))
+            sums[part] = total
+        return sums
+
+    def _head(self) -> tuple[float, float, float]:
+        scenario, layout = self.scenario, self.scenario.layout
+        work = blocks.head_work(scenario.spec, scenario.tokens, layout.tp, layout.sp)
+        forward, backward, weights = self.product(work.products[0])
+        logits = scenario.tokens * scenario.spec.vocab_size / layout.tp
+        # Logits are read and written in float32 by the loss, forward and backward.
+        loss = logits * 4 * 4 / self.memory
+        moved = work.moved * scenario.element * self.software.passes / self.memory
+        return forward + loss / 2 + moved, backward + loss / 2 + 2 * moved, weights
+
+    def _gathers(self, part: range, forward: float, backward: float) -> tuple[float, float]:
+        """Exposed seconds of gathering and scattering a stage's parameters for one micro-batch with zero=3."""
+        layout, software = self.scenario.layout, self.software
+        if layout.zero < 3 or self.shard_group.size == 1:
+            return 0.0, 0.0
+        elements, experts = self._parameters(part)
+        layers = max(1, len(part))
+        gather = layers * self.links.half(self.shard_group, elements * software.gather_bytes / layers)
+        scatter = layers * self.links.half(self.shard_group, elements * software.reduce_bytes / layers)
+        if experts:
+            group = Group(layout.expert_state_ranks, 1) if layout.expert_state_ranks > 1 else Group(1, 1)
+            gather += layers * self.links.half(group, experts * software.gather_bytes / layers)
+            scatter += layers * self.links.half(group, experts * software.reduce_bytes / layers)
+        # The first layer's gather and the last one's scatter have nothing to hide behind.
+        edge = 1 / layers
+        shown = self._hide(gather, forward, edge), self._hide(gather + scatter, backward, edge)
+        if layout.offload == "parameters":
+            moved = elements * software.gather_bytes / layout.state_ranks / HOST_LINK
+            shown = shown[0] + moved, shown[1] + moved
+        return shown
+
+    def _hide(self, communication: float, compute: float, edge: float) -> float:
+        """What is seen of communication that runs beside computation."""
+        hidden = min(communication * (1 - edge), compute * self.software.overlap)
+        return communication - hidden + hidden * self.software.contention
+
+    def _parameters(self, part: range) -> tuple[float, float]:
+        """Elements of a stage on one rank before sharding: plain ones and dealt-out experts."""
+        spec, layout = self.scenario.spec, self.scenario.layout
+        plain = experts = 0.0
+        kinds = [spec.is_sparse(layer) for layer in part] if spec.experts is not None else [False] * len(part)
+        for sparse in (False, True):
+            count = kinds.count(sparse)
+            if count:
+                held = blocks.layer_parameters(spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+                plain, experts = plain + count * held.plain, experts + count * held.experts
+        first, last = blocks.ends_parameters(spec, layout.tp)
+        plain += first if part.start == 0 else 0.0
+        if part.stop == spec.num_hidden_layers and not (spec.tie_word_embeddings and part.start == 0):
+            plain += last
+        return plain, experts
+
+    def _reduction(self, rank: int, forward: list[float], backward: list[float], weights: list[float], own: list[int]) -> float:
+        """Exposed seconds of the sums of gradients and the gathers of parameters that a step needs once."""
+        layout, software = self.scenario.layout, self.software
+        if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.replicate == 1):
+            return 0.0
+        plain = experts = 0.0
+        for part in self.scenario.stages[rank]:
+            found = self._parameters(part)
+            plain, experts = plain + found[0], experts + found[1]
+        links = self.links
+        expert_group = Group(max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp)), 1)
+        if layout.zero == 3:
+            reduce = links.all_reduce(self.replicas, plain * software.reduce_bytes / layout.state_ranks)
+            gather = 0.0
+        else:
+            gradients = plain * software.reduce_bytes
+            reduce = links.half(self.shard_group, gradients) if layout.zero else 0.0
+            whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp)
+            if layout.zero == 0:
+                reduce = links.all_reduce(whole, gradients)
+            elif layout.replicate > 1:
+                reduce += links.all_reduce(self.replicas, gradients / layout.state_ranks)
+            gather = links.half(self.shard_group, plain * software.gather_bytes) if layout.zero else 0.0
+            if experts:
+                reduce += links.half(expert_group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
+                gather += links.half(expert_group, experts * software.gather_bytes) if layout.zero else 0.0
+        window_backward = sum(backward[index] + weights[index] for index in own)
+        window_forward = sum(forward[index] for index in own)
+        edge = 1 / max(2, sum(len(part) for part in self.scenario.stages[rank]))
+        return self._hide(reduce, window_backward, edge) + self._hide(gather, window_forward, edge)
+
+    def _update(self) -> tuple[float, float]:
+        """Seconds of the optimizer's step of the fullest rank, on the chip and in host memory."""
+        layout = self.scenario.layout
+        most = 0.0
+        for held in self.scenario.stages:
+            plain = experts = 0.0
+            for part in held:
+                found = self._parameters(part)
+                plain, experts = plain + found[0], experts + found[1]
+            shards = layout.state_ranks if layout.zero else 1
+            most = max(most, plain / shards + experts / layout.expert_state_ranks)
+        if layout.offload == "none":
+            return most * ADAM_BYTES / self.memory, 0.0
+        # Gradients go down and parameters come back; the host's cores update them.
+        return 0.0, most * (4 + 4) / HOST_LINK + most * 16 / HOST_ADAM
+
+    def _transfer(self) -> float:
+        """Seconds between two stages."""
+        scenario, layout = self.scenario, self.scenario.layout
+        if layout.pp == 1:
+            return 0.0
+        size = scenario.tokens / (layout.tp if layout.sp else 1) * scenario.spec.hidden_size * scenario.element
+        far = layout.dp * layout.cp * layout.tp * 2 > scenario.cluster.domain
+        return self.links.send(size, far) * self.software.pipeline
