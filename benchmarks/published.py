@@ -20,7 +20,7 @@ from typing import Any
 
 from published_rows import UNSTATED, Run, runs_of
 
-from meshwright.planning.memory import FITS, GIB, Memory, memory_of
+from meshwright.planning.memory import GIB, Memory, memory_of
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants, constants
 from meshwright.planning.timing import Timer
@@ -64,7 +64,7 @@ def settle(scenario: Scenario) -> Scenario:
     choices = ["none", "selective", *(f"first:{layers * part // 8}" for part in range(1, 8)), "full"]
     for choice in choices:
         tried = replace(scenario, layout=replace(scenario.layout, recompute=choice))
-        if memory_of(tried).share <= 1:
+        if memory_of(tried).hard_share <= 1:
             return tried
     return tried
 
@@ -140,7 +140,7 @@ def verdict_summary(found: Iterable[Estimate]) -> dict[str, Any]:
     found = list(found)
     out = [one for one in found if one.run.out_of_memory]
     ran = [one for one in found if one.run.ran and one.run.scenario.layout.recompute != UNSTATED]
-    caught = sum(one.memory.share > FITS for one in out)
+    caught = sum(one.memory.verdict != "fits" for one in out)
     refused = sum(one.memory.verdict == "does not fit" for one in ran)
     return {
         "out_of_memory": len(out),

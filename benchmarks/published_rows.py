@@ -166,6 +166,10 @@ def run_of(number: int, row: dict[str, str], constants: Constants) -> Run:
     batch = _whole(row, "global_batch", assumed, layout.dp * micro if not row.get("tokens_per_s_per_gpu") else None)
     software = constants.software[family]
     changes = _stored(row, family, notes)
+    if "unpacked" in notes:
+        raise Skip("sequences of unequal length")
+    if "activation offload" in notes or "cpu offload" in notes:
+        raise Skip("offloads what the estimates keep")
     if changes:
         software = replace(software, **changes)
     scenario = Scenario(
@@ -177,6 +181,7 @@ def run_of(number: int, row: dict[str, str], constants: Constants) -> Run:
         micro_batch=micro,
         global_batch=max(batch, layout.dp * micro),
         precision=precision,
+        loss_chunks=_loss_chunks(row, notes),
         flash_attention="unfused" not in row.get("attention", "").lower() and "alpa" not in framework,
     )
     step_s = _number(row.get("step_time_s", ""))
@@ -348,6 +353,7 @@ def _layout(
         sp=tp > 1 and (row.get("sp") == "1" or modern),
         schedule=schedule,
         recompute=_recompute(row, assumed),
+        offload="optimizer" if "offload" in zero_text.lower() else "none",
     )
 
 
@@ -430,13 +436,29 @@ def _nic(text: str, node: int) -> float | None:
 
 def _stored(row: dict[str, str], family: str, notes: str) -> dict[str, Any]:
     """What a run keeps that differs from its family's habit."""
-    text = row.get("precision", "").lower()
+    text, framework = row.get("precision", "").lower(), row.get("framework", "").lower()
+    if "8-bit" in notes or "8bit" in notes:
+        return {"parameter_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 2}
+    if "optimizer-in-backward" in notes:
+        return {"parameter_bytes": 2, "gradient_bytes": 0, "optimizer_bytes": 4}
+    if "bridge" in framework or "nemo" in framework:
+        # Their recipes add gradients up in bf16.
+        return {"gradient_bytes": 2}
     if "pure" in text or ("torchtune" in row.get("framework", "").lower()):
         # Parameters, gradients and moments in 16 bits.
         return {"parameter_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 4}
     if "fp32 grad" in text or (family == "deepspeed" and text.startswith("bf16") and "bloom" in row["model"].lower()):
         return {"gradient_bytes": 6}
     return {}
+
+
+def _loss_chunks(row: dict[str, str], notes: str) -> int:
+    """Fused and chunked losses, which sources name in their notes."""
+    after_chunked = ("chunked", "activation ckpt", "optimizer-in-backward", "activation offload", "8-bit adamw")
+    fused = ("liger" in notes and "without liger" not in notes) or "fused ce" in notes or "tiled" in notes
+    if fused or ("cumulative technique" in notes and any(word in notes for word in after_chunked)):
+        return 16
+    return 16 if "zero-3 + cpu" in row.get("framework", "").lower() else 1
 
 
 def _memory(peak: str, row: dict[str, str], notes: str) -> tuple[float | None, str]:

@@ -94,9 +94,15 @@ class Memory:
         return self.peak / self.capacity
 
     @property
+    def hard_share(self) -> float:
+        """The same without fragmentation: more than all is certain to fail."""
+        return max(terms.total - terms.fragmentation for terms in self.stages) / self.capacity
+
+    @property
     def verdict(self) -> str:
         """fits, tight or does not fit."""
-        if self.share > 1 or self.host > self.host_capacity:
+        # What is fragmented can be given back when memory runs short, at the cost of time.
+        if self.hard_share > 1 or self.host > self.host_capacity:
             return "does not fit"
         return "fits" if self.share <= FITS else "tight"
 
@@ -112,6 +118,10 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
     scores = 0.0 if scenario.flash_attention or scenario.selective else 5.0 * work.scores
     # Dense feed-forwards that are not gated keep two inner tensors, which `saved` holds already.
     inner = work.saved_inner * scenario.software.mlp_saved
+    if scenario.software.narrow_saved and scenario.dtype != scenario.wide:
+        # Inputs of products are kept as they were cast: half as wide, or a quarter with their scales.
+        less = work.cast * (0.5 if scenario.dtype == "fp8" else 0.7)
+        return (work.saved - less) * element + work.saved_bytes + scores, inner * element, 0.0
     return work.saved * element + work.saved_bytes + scores, inner * element, 0.0
 
 
@@ -161,12 +171,14 @@ def _rank(scenario: Scenario, parts: tuple[range, ...], flights: tuple[int, ...]
     states = _states(scenario, plain + ends, experts, ends, largest, layers_kept + ends, micro_steps)
     logits = 0.0
     if has_last:
-        logits = scenario.tokens * spec.vocab_size / layout.tp * software.logit_bytes
+        logits = scenario.tokens * spec.vocab_size / layout.tp * software.logit_bytes / scenario.loss_chunks
         inputs += 2 * scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
     if layout.tp > 1:
         working += scenario.tokens * spec.hidden_size * element
-    buffers = 0.0
+    buffers = software.bucket_gib * GIB if layout.dp > 1 else 0.0
     if layout.pp > 1:
+        stage_input = scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
+        buffers += sum(flights) * (software.stage_buffers - 1) * stage_input
         buffers += 4 * scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
     if layout.cp > 1:
         buffers += 4 * _work(scenario, False).kv_elements * element

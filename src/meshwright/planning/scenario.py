@@ -103,6 +103,8 @@ class Scenario:
     global_batch: int
     precision: str = "bf16"
     flash_attention: bool = True
+    loss_chunks: int = 1
+    """Parts in which the loss is computed, so that logits are there one part at a time."""
     imbalance: float = 1.0
     """How much more the busiest expert-parallel rank gets than the mean, in time and memory."""
 

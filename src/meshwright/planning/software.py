@@ -37,6 +37,12 @@ class Software:
     """Elements of width `f` that a gated feed-forward keeps: 3 fused, 4 where each operation keeps its own."""
     logit_bytes: float
     """Of each logit at the peak of the loss."""
+    narrow_saved: bool
+    """Whether inputs of products in narrow dtypes are kept in those."""
+    stage_buffers: float
+    """Inputs and outputs of its stage that a pipeline rank holds for each micro-batch in flight."""
+    bucket_gib: float
+    """Buffers of gradients and parameters on their way, made once."""
     context_gib: float
     """The driver's context and libraries."""
     group_gib: float
@@ -62,6 +68,10 @@ class Software:
     """How much slower computation is while it hides communication."""
     host_s: float
     """Least time for a layer's forward pass, in which the host starts its kernels."""
+    host_experts_s: float
+    """The same for a layer of experts."""
+    portable_attention: bool
+    """Whether its attention is the kernel for all chips rather than the chip's own."""
     step_s: float
     """What every step costs beside all that: logging, clipping, data."""
     pipeline: float
@@ -78,6 +88,9 @@ class ChipSpeed:
     fp8: float
     fp4: float
     attention: float
+    """Of the chip's own kernel."""
+    portable_attention: float
+    """Of the kernel that was written for the chips before it."""
     memory: float
 
 
@@ -113,15 +126,17 @@ class Constants:
 
     software: Mapping[str, Software]
     chips: Mapping[str, ChipSpeed]
+    like: Mapping[str, str]
+    """Chips that are as fast as others, for their peaks."""
     common: Common
 
     def chip(self, key: str) -> ChipSpeed:
         """What a chip reaches; one that nothing was measured on gets the default."""
-        return self.chips.get(key, self.chips["default"])
+        return self.chips.get(self.like.get(key, key), self.chips["default"])
 
     def measured(self, key: str) -> bool:
         """Whether published runs on that chip were at hand."""
-        return key in self.chips
+        return self.like.get(key, key) in self.chips
 
 
 def read_constants(table: Mapping[str, Any]) -> Constants:
@@ -129,6 +144,7 @@ def read_constants(table: Mapping[str, Any]) -> Constants:
     return Constants(
         {name: _only(Software, {"name": name, **values}) for name, values in table["software"].items()},
         {name: _only(ChipSpeed, values) for name, values in table["chip"].items()},
+        table["like"],
         _only(Common, table["common"]),
     )
 

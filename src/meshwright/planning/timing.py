@@ -79,7 +79,8 @@ class Timer:
         else:
             share = speed.fp8 if scenario.dtype == "fp8" else speed.fp4
             self.narrow = chip.peak(scenario.dtype) * share * software.compute
-        self.attention = chip.peak(scenario.wide) * speed.attention * software.attention
+        kernel = speed.portable_attention if software.portable_attention else speed.attention
+        self.attention = chip.peak(scenario.wide) * kernel * software.attention
         self.memory = chip.memory_bandwidth * 1e9 * speed.memory
         self.units = chip.units
         self.links = Links(scenario.cluster, constants.common)
@@ -151,8 +152,9 @@ class Timer:
         backward += attention_backward + 2 * moved
         if not scenario.flash_attention and layout.recompute == "selective":
             backward += attention_forward
-        forward = max(forward, software.host_s)
-        total = max(backward + weights, 2 * software.host_s)
+        host = software.host_experts_s if sparse else software.host_s
+        forward = max(forward, host)
+        total = max(backward + weights, 2 * host)
         backward = total - weights
         result = Layer(forward, backward, weights)
         result.tp_forward, tp_backward = self._tensor(work)
