@@ -62,6 +62,7 @@ FREE: dict[str, tuple[float, float]] = {
     "software.megatron.host_experts_s": (0.0003, 0.006),
     "software.megatron.pipeline": (0.05, 2.0),
     "software.deepspeed.pipeline": (0.05, 2.0),
+    "chip.gb200+gb300.host": (0.2, 2.0),
     "common.nic": (0.4, 0.95),
     "common.all_to_all": (0.15, 0.95),
     "common.grouped": (0.4, 1.0),

@@ -175,6 +175,8 @@ def report(found: Sequence[Estimate], skipped: Sequence[dict[str, Any]]) -> dict
     complete = [one for one in found if one.run.complete]
     left_out = [one for one in skipped if one["complete"]]
     result = summarise(complete)
+    # Whether a run fits is known for few rows, so those that had to be completed count too.
+    result["verdicts"] = verdict_summary(found)
     result["coverage"] = {
         "complete_rows": len(complete) + len(left_out),
         "used": len(complete),

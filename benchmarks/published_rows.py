@@ -52,6 +52,10 @@ FAMILIES = (
 """Words in a framework's name, and the family whose constants it gets; the first that occurs."""
 
 
+GPT_VOCABULARY = 51200
+"""Of Megatron's GPT models: GPT-2's tokens, padded."""
+
+
 class Skip(Exception):
     """A row that cannot be estimated, and why."""
 
@@ -232,14 +236,20 @@ def _spec(row: dict[str, str], assumed: list[str]) -> ModelSpec:
     def size(column: str, name: str) -> int:
         value = _number(row.get(column, ""))
         if value is None and name in known:
-            assumed.append(f"{column}={known[name]} (the published model's)")
+            assumed.append(f"{column}={known[name]}")
             return int(known[name])
         if value is None:
             raise Skip(f"{column} is not given")
         return int(value)
 
-    heads = size("n_heads", "num_attention_heads")
     width = size("hidden", "hidden_size")
+    if not row.get("n_heads") and "num_attention_heads" not in known and width % 128 == 0:
+        known["num_attention_heads"] = width // 128
+    if not row.get("vocab") and "vocab_size" not in known and row.get("model", "").lower().startswith("gpt"):
+        known["vocab_size"] = GPT_VOCABULARY
+    if not row.get("n_layers") and "num_hidden_layers" not in known:
+        known |= _layers(row, width, known)
+    heads = size("n_heads", "num_attention_heads")
     experts = None
     count = _number(row.get("moe_experts", ""))
     inner = _number(row.get("ffn_hidden", ""))
@@ -288,6 +298,16 @@ def _spec(row: dict[str, str], assumed: list[str]) -> ModelSpec:
     if total is None or len(specs) == 1:
         return specs[0]
     return min(specs, key=lambda spec: abs(count_parameters(spec).total / 1e9 - total))
+
+
+def _layers(row: dict[str, str], width: int, known: dict[str, Any]) -> dict[str, int]:
+    """How many layers a dense model of that size and width has."""
+    total, inner = _number(row.get("params_b", "")), _number(row.get("ffn_hidden", ""))
+    if total is None or inner is None or row.get("moe_experts"):
+        return {}
+    matrices = 3 if known.get("activation") == "swiglu" else 2
+    table = width * (_number(row.get("vocab", "")) or 0)
+    return {"num_hidden_layers": round((total * 1e9 - table) / (4 * width**2 + matrices * width * inner))}
 
 
 def _precision(row: dict[str, str], assumed: list[str]) -> str:
@@ -444,11 +464,15 @@ def _stored(row: dict[str, str], family: str, notes: str) -> dict[str, Any]:
     if "bridge" in framework or "nemo" in framework:
         # Their recipes add gradients up in bf16.
         return {"gradient_bytes": 2}
+    if "llm-foundry" in framework:
+        # Its loss is fused and leaves one narrow copy and one wide one.
+        changes = {"logit_bytes": 6}
+        return changes | ({"parameter_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 4} if "pure" in text else {})
     if "pure" in text or ("torchtune" in row.get("framework", "").lower()):
         # Parameters, gradients and moments in 16 bits.
         return {"parameter_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 4}
     if "fp32 grad" in text or (family == "deepspeed" and text.startswith("bf16") and "bloom" in row["model"].lower()):
-        return {"gradient_bytes": 6}
+        return {"gradient_bytes": 6, "optimizer_bytes": 12}
     return {}
 
 

@@ -13,7 +13,7 @@ from meshwright.planning.blocks import Work
 from meshwright.planning.scenario import Scenario
 
 GIB = float(1 << 30)
-FITS = 0.93
+FITS = 0.90
 """Share of a chip's memory up to which a peak is called safe; from there to all of it is tight."""
 
 
@@ -114,7 +114,8 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
         return 0.0, 0.0, work.input * element
     if scenario.selective and scenario.flash_attention:
         inner = work.saved_inner * 2
-        return (work.saved_selective - inner) * element + work.saved_bytes, inner * element, 0.0
+        share = scenario.software.selective_saved
+        return (work.saved_selective - inner) * share * element + work.saved_bytes, inner * share * element, 0.0
     scores = 0.0 if scenario.flash_attention or scenario.selective else 5.0 * work.scores
     # Dense feed-forwards that are not gated keep two inner tensors, which `saved` holds already.
     inner = work.saved_inner * scenario.software.mlp_saved
@@ -156,9 +157,9 @@ def _rank(scenario: Scenario, parts: tuple[range, ...], flights: tuple[int, ...]
             plain, experts = plain + count * held.plain, experts + count * held.experts
             largest = max(largest, held.all)
             layer_count += count
-            # The gradient of the widest product's input and output beside it.
+            # The gradient of the widest product's output beside what is kept.
             widest = max(one.rows * max(one.inner, one.outer) * one.times for one in work.products)
-            beside = 2 * widest * element
+            beside = widest * element
             if recomputed or scenario.selective:
                 whole = kept_by_layer(scenario, work, False) if recomputed else (0.0, 0.0, 0.0)
                 beside += whole[0] + whole[1]

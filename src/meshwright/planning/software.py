@@ -35,6 +35,8 @@ class Software:
     """Whether a stored wide parameter has a narrow copy that lives from its forward to its backward pass."""
     mlp_saved: float
     """Elements of width `f` that a gated feed-forward keeps: 3 fused, 4 where each operation keeps its own."""
+    selective_saved: float
+    """Share of the products' outputs that selective recompute keeps."""
     logit_bytes: float
     """Of each logit at the peak of the loss."""
     narrow_saved: bool
@@ -84,6 +86,8 @@ class Software:
 class ChipSpeed:
     """What a chip reaches in training, as shares of the vendor's peaks."""
 
+    host: float
+    """How long its host takes to start a kernel, over others."""
     gemm: float
     fp8: float
     fp4: float

@@ -83,6 +83,7 @@ class Timer:
         self.attention = chip.peak(scenario.wide) * kernel * software.attention
         self.memory = chip.memory_bandwidth * 1e9 * speed.memory
         self.units = chip.units
+        self.host = speed.host
         self.links = Links(scenario.cluster, constants.common)
         layout, cluster = scenario.layout, scenario.cluster
         self.tp_group = group_of(cluster, layout.tp, 1)
@@ -152,7 +153,7 @@ class Timer:
         backward += attention_backward + 2 * moved
         if not scenario.flash_attention and layout.recompute == "selective":
             backward += attention_forward
-        host = software.host_experts_s if sparse else software.host_s
+        host = (software.host_experts_s if sparse else software.host_s) * self.host
         forward = max(forward, host)
         total = max(backward + weights, 2 * host)
         backward = total - weights
