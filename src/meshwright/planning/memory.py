@@ -164,12 +164,15 @@ def _rank(scenario: Scenario, parts: tuple[range, ...], flights: tuple[int, ...]
                 whole = kept_by_layer(scenario, work, False) if recomputed else (0.0, 0.0, 0.0)
                 beside += whole[0] + whole[1]
             working = max(working, beside)
-            layers_kept += 0 if recomputed else count * held.all
+            # What is computed again casts its weights again.
+            layers_kept += 0 if recomputed or scenario.selective else count * held.all
     has_first = any(part.start == 0 for part in parts)
     has_last = any(part.stop == spec.num_hidden_layers for part in parts)
     first, last = blocks.ends_parameters(spec, layout.tp)
     ends = (first if has_first else 0.0) + (last if has_last and not (spec.tie_word_embeddings and has_first) else 0.0)
-    states = _states(scenario, plain + ends, experts, ends, largest, layers_kept + ends, micro_steps)
+    # A lookup in a cast table keeps no table for its backward pass; the head's product does.
+    kept = layers_kept + (last if has_last else 0.0)
+    states = _states(scenario, plain + ends, experts, ends, largest, kept, micro_steps)
     logits = 0.0
     if has_last:
         logits = scenario.tokens * spec.vocab_size / layout.tp * software.logit_bytes / scenario.loss_chunks

@@ -31,6 +31,8 @@ class Software:
     """Of a gradient on its way between ranks."""
     gather_bytes: float
     """Of a parameter on its way."""
+    sums_whole: bool
+    """Whether zero=1 sums whole gradients on every rank, rather than the part that the rank updates."""
     cast_copy: bool
     """Whether a stored wide parameter has a narrow copy that lives from its forward to its backward pass."""
     mlp_saved: float

@@ -206,7 +206,7 @@ class Timer:
         """The step; without simulation a lower bound of the pipeline's length stands in for it."""
         scenario, layout, software = self.scenario, self.scenario.layout, self.software
         spec, stages = scenario.spec, scenario.stages
-        head = self._head()
+        head = self.head()
         forward: list[float] = []
         backward: list[float] = []
         weights: list[float] = []
@@ -277,7 +277,8 @@ class Timer:
             sums[part] = total
         return sums
 
-    def _head(self) -> tuple[float, float, float]:
+    def head(self) -> tuple[float, float, float]:
+        """Seconds of the last norm, the head and the loss: forward, to the input, to the weights."""
         scenario, layout = self.scenario, self.scenario.layout
         work = blocks.head_work(scenario.spec, scenario.tokens, layout.tp, layout.sp)
         forward, backward, weights = self.product(work.products[0])
@@ -347,7 +348,7 @@ class Timer:
             gradients = plain * software.reduce_bytes
             reduce = links.half(self.shard_group, gradients) if layout.zero else 0.0
             whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp)
-            if layout.zero == 0:
+            if layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
                 reduce = links.all_reduce(whole, gradients)
             elif layout.replicate > 1:
                 reduce += links.all_reduce(self.replicas, gradients / layout.state_ranks)
