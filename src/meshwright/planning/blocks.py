@@ -6,11 +6,32 @@ matrices tensor-parallel ranks share the tokens (sequence parallel) or repeat ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cached_property, wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from meshwright.models.spec import ModelSpec
+
+
+Inputs, Output = ParamSpec("Inputs"), TypeVar("Output")
+
+
+def remembered(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
+    """Results kept by the identity of the spec and the other arguments: hashing a spec would take longer than the sums."""
+    kept: dict[Any, tuple[Any, Output]] = {}
+
+    @wraps(function)
+    def call(*inputs: Inputs.args, **options: Inputs.kwargs) -> Output:
+        key = (id(inputs[0]), *inputs[1:])
+        # The spec is kept too, so that its identity stays its own.
+        if key not in kept:
+            if len(kept) > 50_000:
+                kept.clear()
+            kept[key] = inputs[0], function(*inputs, **options)
+        return kept[key][1]
+
+    return call
 
 
 class Product(NamedTuple):
@@ -58,6 +79,12 @@ class Work:
     """Elements of queries and outputs, which all-to-all context parallel exchanges too."""
 
 
+    @cached_property
+    def widest(self) -> float:
+        """Elements of the widest product's larger side."""
+        return max(one.rows * max(one.inner, one.outer) * one.times for one in self.products)
+
+
 @dataclass(frozen=True)
 class Held:
     """Parameters of a layer on one rank, before they are sharded."""
@@ -74,7 +101,7 @@ class Held:
         return self.plain + self.experts
 
 
-@lru_cache(maxsize=20_000)
+@remembered
 def layer_work(
     spec: ModelSpec,
     sparse: bool,
@@ -186,7 +213,7 @@ def layer_work(
     )
 
 
-@lru_cache(maxsize=2_000)
+@remembered
 def layer_parameters(spec: ModelSpec, sparse: bool, tp: int, ep: int, expert_tp: int) -> Held:
     """The parameters of a layer on one rank."""
     width, heads, groups = spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads
@@ -228,7 +255,7 @@ def layer_parameters(spec: ModelSpec, sparse: bool, tp: int, ep: int, expert_tp:
     return Held(attention + shared + small, dealt, small)
 
 
-@lru_cache(maxsize=2_000)
+@remembered
 def ends_parameters(spec: ModelSpec, tp: int) -> tuple[float, float]:
     """Parameters of the model's first and last part on one rank: embeddings; last norm and head (tied weights twice)."""
     table = spec.vocab_size * spec.hidden_size / tp

@@ -6,11 +6,12 @@ Torch's own count (allocated) is the sum of states, activations, logits and buff
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks, pipeline
 from meshwright.planning.blocks import Work
-from meshwright.planning.scenario import Scenario
+from meshwright.planning.scenario import Scenario, Stages
 
 GIB = float(1 << 30)
 FITS = 0.90
@@ -44,17 +45,20 @@ class Terms:
     @property
     def allocated(self) -> float:
         """What torch counts as in use."""
-        return self.total - self.fragmentation - self.communicators - self.context
+        return (
+            self.parameters + self.gathered + self.gradients + self.optimizer + self.attention + self.feed_forward
+            + self.layer_inputs + self.working + self.logits + self.buffers
+        )  # fmt: skip
 
     @property
     def reserved(self) -> float:
         """What torch's allocator holds."""
-        return self.total - self.communicators - self.context
+        return self.allocated + self.fragmentation
 
     @property
     def total(self) -> float:
         """What the device has given out."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return self.allocated + self.fragmentation + self.communicators + self.context
 
     @property
     def activations(self) -> float:
@@ -126,53 +130,90 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
     return work.saved * element + work.saved_bytes + scores, inner * element, 0.0
 
 
-def memory_of(scenario: Scenario) -> Memory:
-    """The peaks of every pipeline rank."""
+def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> Memory:
+    """The peaks of every pipeline rank.
+
+    `quick` leaves out ranks that cannot be the fullest. `floor` counts of the states only the shards that a rank updates,
+    which no ZeRO stage is below, and nothing that only some of them have.
+    """
     layout = scenario.layout
     micro_steps = max(1, round(scenario.micro_steps))
     if layout.pp > 1:
-        flights = pipeline.in_flight(layout.schedule, layout.pp, min(micro_steps, 64 * layout.pp))
+        flights = pipeline.in_flight(layout.schedule, layout.pp, micro_steps)
     else:
-        flights = ((1,),)
-    ranks = tuple(_rank(scenario, parts, flights[rank], micro_steps) for rank, parts in enumerate(scenario.stages))
+        flights = [(1,)]
+    stages = scenario.stages
+    chosen = _may_be_fullest(scenario, stages, flights) if quick and layout.pp > 2 else range(layout.pp)
+    info = _LayerInfo(scenario)
+    ranks = tuple(_rank(scenario, info, stages[rank], flights[rank], floor) for rank in chosen)
     cluster = scenario.cluster
     return Memory(ranks, _host(scenario), cluster.memory, cluster.host_gib * GIB)
 
 
-def _rank(scenario: Scenario, parts: tuple[range, ...], flights: tuple[int, ...], micro_steps: int) -> Terms:
+def _may_be_fullest(
+    scenario: Scenario, stages: tuple[tuple[range, ...], ...], flights: list[tuple[int, ...]]
+) -> list[int]:
+    """Of pipeline ranks that hold alike layers, the one with the most micro-batches in flight; both ends."""
+    last = len(stages) - 1
+    most: dict[tuple[object, ...], int] = {}
+    for rank in range(1, last):
+        key: tuple[object, ...] = tuple([(len(part), scenario.recomputed(part)) for part in stages[rank]])
+        if scenario.spec.experts is not None:
+            key = (*key, *[scenario.spec.is_sparse(layer) for part in stages[rank] for layer in part])
+        other = most.get(key)
+        if other is None or flights[rank] > flights[other]:
+            most[key] = rank
+    return [0, *most.values(), last]
+
+
+class _LayerInfo(dict[tuple[bool, bool], tuple[float, float, float, float, blocks.Held]]):
+    """For each kind of layer (a mixture or not, computed again or not): what it keeps, needs beside, and holds."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
+        self.scenario = scenario
+
+    def __missing__(self, key: tuple[bool, bool]) -> tuple[float, float, float, float, blocks.Held]:
+        sparse, again = key
+        scenario, layout = self.scenario, self.scenario.layout
+        work = _work(scenario, sparse)
+        kept = kept_by_layer(scenario, work, again)
+        # The gradient of the widest product's output, beside what is kept.
+        beside = work.widest * scenario.element
+        if again:
+            whole = kept_by_layer(scenario, work, False)
+            beside += whole[0] + whole[1]
+        held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+        self[key] = (*kept, beside, held)
+        return self[key]
+
+
+def _rank(
+    scenario: Scenario, info: _LayerInfo, parts: tuple[range, ...], flights: tuple[int, ...], floor: bool
+) -> Terms:
     spec, layout, software = scenario.spec, scenario.layout, scenario.software
     element = scenario.element
     attention = feed_forward = inputs = working = layers_kept = 0.0
     plain = experts = largest = 0.0
-    layer_count = 0
     for part, flight in zip(parts, flights, strict=True):
-        again = scenario.recomputed(part)
-        for sparse, recomputed, count in _kinds(scenario, part, again):
-            work = _work(scenario, sparse)
-            kept = kept_by_layer(scenario, work, recomputed)
-            attention += flight * count * kept[0]
-            feed_forward += flight * count * kept[1]
-            inputs += flight * count * kept[2]
-            held = blocks.layer_parameters(spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+        for sparse, recomputed, count in _kinds(scenario, part, scenario.recomputed(part)):
+            kept_attention, kept_inner, kept_input, beside, held = info[sparse, recomputed]
+            times = flight * count
+            attention += times * kept_attention
+            feed_forward += times * kept_inner
+            inputs += times * kept_input
             plain, experts = plain + count * held.plain, experts + count * held.experts
-            largest = max(largest, held.all)
-            layer_count += count
-            # The gradient of the widest product's output beside what is kept.
-            widest = max(one.rows * max(one.inner, one.outer) * one.times for one in work.products)
-            beside = widest * element
-            if recomputed or scenario.selective:
-                whole = kept_by_layer(scenario, work, False) if recomputed else (0.0, 0.0, 0.0)
-                beside += whole[0] + whole[1]
-            working = max(working, beside)
-            # What is computed again casts its weights again.
-            layers_kept += 0 if recomputed or scenario.selective else count * held.all
+            largest, working = max(largest, held.all), max(working, beside)
+            if not recomputed and not scenario.selective:
+                # What is computed again casts its weights again.
+                layers_kept += count * held.all
     has_first = any(part.start == 0 for part in parts)
     has_last = any(part.stop == spec.num_hidden_layers for part in parts)
     first, last = blocks.ends_parameters(spec, layout.tp)
     ends = (first if has_first else 0.0) + (last if has_last and not (spec.tie_word_embeddings and has_first) else 0.0)
     # A lookup in a cast table keeps no table for its backward pass; the head's product does.
     kept = layers_kept + (last if has_last else 0.0)
-    states = _states(scenario, plain + ends, experts, ends, largest, kept, micro_steps)
+    states = _states(scenario, plain + ends, experts, ends, largest, kept, floor)
     logits = 0.0
     if has_last:
         logits = scenario.tokens * spec.vocab_size / layout.tp * software.logit_bytes / scenario.loss_chunks
@@ -186,13 +227,14 @@ def _rank(scenario: Scenario, parts: tuple[range, ...], flights: tuple[int, ...]
         buffers += 4 * scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
     if layout.cp > 1:
         buffers += 4 * _work(scenario, False).kv_elements * element
-    if layout.zero >= 2 and layout.state_ranks > 1:
+    if layout.zero >= 2 and layout.state_ranks > 1 and not floor:
         # What is under way: the next unit's parameters, the last one's gradients.
         buffers += largest * (software.gather_bytes + software.reduce_bytes)
     # Logits and the layer at work have their peaks at different times.
     logits, working = (logits, 0.0) if logits > working else (0.0, working)
     groups = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
-    terms = Terms(
+    held = sum(states) + attention + feed_forward + inputs + working + logits + buffers
+    return Terms(
         parameters=states[0],
         gathered=states[1],
         gradients=states[2],
@@ -203,15 +245,14 @@ def _rank(scenario: Scenario, parts: tuple[range, ...], flights: tuple[int, ...]
         working=working,
         logits=logits,
         buffers=buffers,
+        fragmentation=software.fragmentation * (held - states[3]),
         communicators=groups * software.group_gib * GIB,
         context=software.context_gib * GIB,
     )
-    spare = software.fragmentation * (terms.allocated - terms.optimizer)
-    return Terms(**{**vars(terms), "fragmentation": spare})
 
 
 def _states(
-    scenario: Scenario, plain: float, experts: float, ends: float, largest: float, kept: float, micro_steps: int
+    scenario: Scenario, plain: float, experts: float, ends: float, largest: float, kept: float, floor: bool
 ) -> tuple[float, float, float, float]:
     """Bytes of parameters, gathered ones, gradients and optimizer state."""
     layout, software = scenario.layout, scenario.software
@@ -223,15 +264,18 @@ def _states(
     gradient = software.gradient_bytes if scenario.precision != "float32" else 4.0
     moments = software.optimizer_bytes if scenario.precision != "float32" else 8.0
     optimizer = own * moments if layout.offload == "none" else 0.0
+    if floor:
+        return own * wide if layout.offload != "parameters" else 0.0, 0.0, own * gradient, optimizer
     casts = kept * narrow if software.cast_copy and scenario.precision != "float32" else 0.0
     if layout.zero < 2 or layout.state_ranks == 1:
         return whole * wide, casts, whole * gradient, (optimizer if layout.zero else whole * moments * (layout.offload == "none"))
     stored = own * wide if layout.offload != "parameters" else 0.0
     if layout.zero == 2:
+        gradients = (whole if layout.pp > 1 and software.cast_copy else own + largest) * gradient
         if software.parameter_bytes == 2:
-            return whole * wide, 0.0, own * gradient + largest * gradient, optimizer
-        return stored, whole * narrow, own * gradient + largest * gradient, optimizer
-    gathered = (ends + 2 * largest) * narrow
+            return whole * wide, 0.0, gradients, optimizer
+        return stored, whole * narrow, gradients, optimizer
+    gathered = min(whole, ends + 2 * largest) * narrow
     gradients = own * gradient + (largest + (ends if software.cast_copy else 0)) * software.reduce_bytes
     if layout.pp > 1 and software.cast_copy:
         # Our pipeline adds gradients up whole and scatters them at the end.
@@ -246,16 +290,26 @@ def _host(scenario: Scenario) -> float:
     if layout.offload == "none":
         return base
     shards = layout.state_ranks if layout.zero else 1
-    most = 0.0
-    for parts in scenario.stages:
-        total = 0.0
-        for part in parts:
-            for sparse, _, count in _kinds(scenario, part, 0):
-                held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
-                total += count * (held.plain / shards + held.experts / layout.expert_state_ranks)
-        most = max(most, total + sum(blocks.ends_parameters(scenario.spec, layout.tp)) / shards)
+    most = _fullest_shard(
+        scenario.spec, scenario.stages, layout.tp, layout.ep, layout.expert_tp, shards, layout.expert_state_ranks
+    )
     # Moments, the copy that is updated, and gradients on their way; with parameters those too.
     return base + most * (16 if layout.offload == "optimizer" else 20)
+
+
+@blocks.remembered
+def _fullest_shard(
+    spec: ModelSpec, stages: Stages, tp: int, ep: int, expert_tp: int, shards: int, expert_shards: int
+) -> float:
+    """Elements that the fullest rank updates."""
+    most = 0.0
+    for parts in stages:
+        total = 0.0
+        for layer in (layer for part in parts for layer in part):
+            held = blocks.layer_parameters(spec, spec.is_sparse(layer), tp, ep, expert_tp)
+            total += held.plain / shards + held.experts / expert_shards
+        most = max(most, total)
+    return most + sum(blocks.ends_parameters(spec, tp)) / shards
 
 
 def _work(scenario: Scenario, sparse: bool) -> Work:

@@ -7,7 +7,6 @@ the description of a run of other software, which can be freer (experts over ten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.spec import ModelSpec
@@ -56,6 +55,24 @@ class Layout:
             cp_method=strategy.cp_method,
             recompute=strategy.recompute,
             offload=strategy.offload,
+        )
+
+    def strategy(self) -> Strategy:
+        """The strategy that has these numbers."""
+        return Strategy(
+            pp=self.pp,
+            replicate=self.replicate,
+            shard=self.shard,
+            cp=self.cp,
+            tp=self.tp,
+            ep=self.ep,
+            zero=self.zero,
+            sp=self.sp,
+            schedule=self.schedule,
+            layers=self.layers,
+            cp_method=self.cp_method,
+            recompute=self.recompute,
+            offload=self.offload,
         )
 
     @property
@@ -133,17 +150,15 @@ class Scenario:
         """Bytes of an activation."""
         return 4 if self.precision == "float32" else 2
 
-    @cached_property
-    def stages(self) -> tuple[tuple[range, ...], ...]:
+    @property
+    def stages(self) -> Stages:
         """The layers of each rank's stages, by pipeline rank."""
         layout = self.layout
-        if layout.pp == 1:
-            return ((range(self.spec.num_hidden_layers),),)
-        parts = split_layers(self.spec, layout.pp * layout.chunks, layout.layers)
-        held: list[list[range]] = [[] for _ in range(layout.pp)]
-        for part, rank in zip(parts, placement_of(layout.schedule, layout.pp), strict=True):
-            held[rank].append(part)
-        return tuple(tuple(one) for one in held)
+        whose = id(self.spec) if layout.layers == "balanced" else self.spec.num_hidden_layers
+        key = whose, layout.pp, layout.schedule, layout.layers
+        if key not in _STAGES:
+            _STAGES[key] = self.spec, _stages(self.spec, layout)
+        return _STAGES[key][1]
 
     def recomputed(self, layers: range) -> int:
         """How many of these layers are computed again in whole."""
@@ -160,12 +175,15 @@ class Scenario:
         return self.layout.recompute == "selective"
 
 
-_SPLITS: dict[tuple[ModelSpec | int, int, str], list[range]] = {}
+Stages = tuple[tuple[range, ...], ...]
+_STAGES: dict[tuple[int, int, str, str], tuple[ModelSpec, Stages]] = {}
 
 
-def split_layers(spec: ModelSpec, stages: int, layers: str) -> list[range]:
-    """The layers of each stage. An even split is the same for all models of a depth."""
-    key = (spec.num_hidden_layers if layers == "even" else spec, stages, layers)
-    if key not in _SPLITS:
-        _SPLITS[key] = stage_layers(spec, stages, layers)
-    return _SPLITS[key]
+def _stages(spec: ModelSpec, layout: Layout) -> Stages:
+    if layout.pp == 1:
+        return ((range(spec.num_hidden_layers),),)
+    parts = stage_layers(spec, layout.pp * layout.chunks, layout.layers)
+    held: list[list[range]] = [[] for _ in range(layout.pp)]
+    for part, rank in zip(parts, placement_of(layout.schedule, layout.pp), strict=True):
+        held[rank].append(part)
+    return tuple(tuple(one) for one in held)

@@ -5,7 +5,7 @@ the bound of the next is not below the best so far, nothing better is left, and 
 full: ZeRO stage, copies, schedule, layer split, recompute, offload. Of recompute=first:N only the least N that fits can
 be best, since each further layer costs time and saves memory. What a search covers is in `Space`.
 
-Distribution is a cost: a feature must earn half a percent, or the choice without it wins.
+Distribution is a cost: a feature must earn one percent, or the choice without it wins.
 """
 
 from __future__ import annotations
@@ -18,18 +18,25 @@ from math import log as ln
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import UserError
+from meshwright.models.count import count_parameters
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.constraints import Constraint
-from meshwright.planning.memory import Memory, memory_of
+from meshwright.planning.memory import FITS, Memory, memory_of
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import Constants, constants
-from meshwright.planning.timing import Parts, Timer
+from meshwright.planning.timing import OFFLOAD_S, Parts, Timer
+from meshwright.schedules import stages_per_rank
+from meshwright.stages import stage_layers
 from meshwright.strategy import Strategy
 from meshwright.strategy_fit import divisors
 
-FEATURE = 0.005
+FEATURE = 0.01
 """What a feature must earn, as a share of the step."""
+MOST_ZBV = 8
+"""Pipeline ranks up to which zbv is searched: its order is made by playing it through, which takes long for more."""
+MOST_UNEVEN = 32
+"""Stages up to which uneven splits are searched."""
 OBJECTIVES = ("throughput", "memory", "cost", "fewest-gpus")
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 ROUTING_SPREAD = 0.15
@@ -53,11 +60,11 @@ class Question:
         """Whether a choice meets the constraints so far."""
         return all(one.holds(found) for one in self.constraints)
 
-    def scenario(self, strategy: Strategy, micro_batch: int) -> Scenario:
+    def scenario(self, strategy: Strategy | Layout, micro_batch: int) -> Scenario:
         """A strategy as a scenario."""
         return Scenario(
             spec=self.spec,
-            layout=Layout.of(strategy),
+            layout=strategy if isinstance(strategy, Layout) else Layout.of(strategy),
             cluster=self.cluster,
             software=self.known.software[self.software],
             sequence_length=self.sequence_length,
@@ -124,7 +131,7 @@ class Candidate:
         return (self.step_s * (1 + FEATURE * self.features), *order)
 
 
-def count_features(strategy: Strategy) -> int:
+def count_features(strategy: Strategy | Layout) -> int:
     """Features that a strategy uses."""
     used = [strategy.zero > 0, strategy.tp > 1, strategy.pp > 1, strategy.cp > 1, strategy.ep > 1]
     used += [strategy.schedule != "1f1b", strategy.layers != "even", strategy.recompute != "none"]
@@ -206,17 +213,23 @@ class Space:
     def rest(self, degrees: Degrees) -> Iterator[tuple[int, int, str, str, str]]:
         """(zero, shard, schedule, layers, cp_method) for degrees."""
         question, dp, pp = self.question, degrees.dp, degrees.pp
-        for zero in (0, 1, 2, 3):
-            if (zero and dp * degrees.cp == 1) or not question.allows(zero=zero):
-                continue
+        for zero in self.zero_stages(degrees, "none"):
             for shard in self._shards(degrees, zero):
                 if not question.allows(shard=shard, replicate=dp // shard):
                     continue
                 for schedule in self._schedules(pp, zero, dp * degrees.cp):
-                    for layers in ("even", "balanced") if pp > 1 else ("even",):
+                    for layers in self.splits(pp, schedule):
                         for method in ("ring", "ulysses") if degrees.cp > 1 else ("ring",):
                             if question.allows(schedule=schedule, layers=layers, cp_method=method):
                                 yield zero, shard, schedule, layers, method
+
+    def zero_stages(self, degrees: Degrees, offload: str) -> list[int]:
+        """Stages that make sense with some degrees, the least sharded first."""
+        many = degrees.dp * degrees.cp > 1
+        least = 2 if offload == "parameters" else 0
+        return [
+            zero for zero in range(4) if zero >= least and (zero == 0 or many) and self.question.allows(zero=zero)
+        ]
 
     def _shards(self, degrees: Degrees, zero: int) -> list[int]:
         """State is shared by all data ranks, or by those within the fast links with copies across them."""
@@ -232,11 +245,31 @@ class Space:
         if pp == 1:
             return ["1f1b"]
         per_rank = self.question.spec.num_hidden_layers // pp
-        found = ["1f1b", *(f"interleaved:{count}" for count in (2, 3, 4, 5, 6, 8, 10, 12) if count <= per_rank)]
+        found = ["1f1b", *(f"interleaved:{count}" for count in (2, 4, 8) if count <= per_rank)]
         if zero < 3 or ranks == 1:
             found.append("zero-bubble")
-            found += ["zbv"] if per_rank >= 2 else []
+            found += ["zbv"] if per_rank >= 2 and pp <= MOST_ZBV else []
         return found
+
+    def splits(self, pp: int, schedule: str) -> list[str]:
+        """Evenly, and with fewer layers where the head is, if that is another split."""
+        stages = pp * stages_per_rank(schedule)
+        if pp == 1 or stages > MOST_UNEVEN or stages < 2:
+            return ["even"]
+        sizes = balanced_sizes(self.question.spec, stages)
+        even = [len(part) for part in stage_layers(self.question.spec, stages, "even")]
+        return ["even"] if sizes == even else ["even", "+".join(map(str, sizes))]
+
+
+def balanced_sizes(spec: ModelSpec, stages: int) -> list[int]:
+    """Layers of each stage where the head counts as the layers that cost as much."""
+    layer = blocks.layer_work(spec, spec.is_sparse(spec.num_hidden_layers - 1), 1, 1, 1, False, 1, 1, 1.0)
+    cost = sum(one.inner * one.outer * one.times * one.rows for one in layer.products)
+    head = spec.vocab_size * spec.hidden_size / cost
+    layers = spec.num_hidden_layers
+    last = min(layers - stages + 1, max(1, round((layers + head) / stages - head)))
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (stage < more) for stage in range(stages - 1)] + [last]
 
 
 def search(question: Question, objective: str = "throughput", keep: int = 40) -> Found:
@@ -251,22 +284,65 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     if not pending:
         raise UserError(_no_degrees(question))
     found: list[Candidate] = []
-    nearest: Candidate | None = None
-    best = float("inf")
     estimated = bounded = 0
-    for index, degrees in enumerate(pending):
-        if objective != "memory" and degrees.bound >= best:
-            bounded = len(pending) - index
-            break
-        for candidate in _choices(question, space, degrees, best if objective != "memory" else float("inf")):
-            estimated += 1
-            if candidate.fits:
+    timed = objective != "memory"
+    # A little more than what is known to be possible, so that it is found again.
+    best = _possible(question, space, pending) * (1 + 1e-9) if timed else float("inf")
+    for offload in ("none", "optimizer", "parameters"):
+        if not question.allows(offload=offload):
+            continue
+        for index, degrees in enumerate(pending):
+            if timed and degrees.bound >= best:
+                bounded += len(pending) - index
+                break
+            if timed and offload != "none" and degrees.bound + _offload_floor(question) >= best:
+                bounded += 1
+                continue
+            least = _Least(question, space, degrees, offload)
+            if not least.layouts:
+                continue
+            if not least.may_fit(least.most_recompute):
+                continue
+            if timed and bound_with_memory(question, degrees, least) >= best:
+                bounded += 1
+                continue
+            for candidate in _choices(question, space, degrees, offload, best if timed else float("inf")):
+                estimated += 1
                 found.append(candidate)
                 best = min(best, candidate.score(objective)[0])
-            elif nearest is None or candidate.memory.peak < nearest.memory.peak:
-                nearest = candidate
     found.sort(key=lambda one: one.score(objective))
+    nearest = None if found else _nearest(question, space, pending)
     return Found(found[0] if found else None, found[:keep], nearest, estimated, bounded)
+
+
+def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> float:
+    """The score of a good strategy, found among the plain ones: a good start cuts most of the search."""
+    best = float("inf")
+    for degrees in pending:
+        if degrees.bound >= best:
+            break
+        timer: Timer | None = None
+        for zero in space.zero_stages(degrees, "none"):
+            for recompute in ("none", "selective", "full"):
+                layout = replace(
+                    _plain(degrees), zero=zero, shard=degrees.dp if zero else 1, recompute=recompute
+                )
+                extra = FEATURE * count_features(layout)
+                if degrees.bound * (1 + extra) / (1 + FEATURE * 4) >= best or not _allowed(question, layout):
+                    continue
+                scenario = question.scenario(layout, degrees.micro_batch)
+                if memory_of(scenario, quick=True).verdict == "fits":
+                    timer = timer or Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
+                    own = timer.like(scenario)
+                    if own.parts(simulate=False).total * (1 + extra) < best:
+                        best = min(best, own.parts().total * (1 + extra))
+                    break
+    return best
+
+
+def _allowed(question: Question, layout: Layout) -> bool:
+    names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "replicate", "schedule", "layers", "recompute", "offload")
+    return question.allows(**{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method)
 
 
 def _no_degrees(question: Question) -> str:
@@ -283,101 +359,233 @@ def _no_degrees(question: Question) -> str:
     )
 
 
-def bound_of(question: Question, degrees: Degrees) -> float:
-    """A score that no strategy with these degrees can be below.
+def bound_of(question: Question, degrees: Degrees, again: float = 0.0, features: int = 0) -> float:
+    """A score that no strategy with these degrees can be below; with so many seconds of recompute in all layers.
 
-    The slowest pipeline rank computes at least its share of all layers, for every micro-batch, with what tensor, context
-    and expert parallel add; the optimizer's step cannot be shared more than over all ranks. Sums over data ranks, gaps
-    in the pipeline, recompute and offload only add to that.
+    The slowest pipeline rank computes at least its share of all layers, for every micro-batch, with what tensor and
+    expert parallel add. Context parallel, sums over data ranks, gaps in the pipeline, the optimizer and offload only add
+    to that.
     """
     timer = Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
-    spec, software = question.spec, timer.software
-    work = sum(timer.head())
-    kinds = [spec.is_sparse(layer) for layer in range(spec.num_hidden_layers)] if spec.experts else []
-    for sparse in (False, True):
-        count = kinds.count(sparse) if kinds else (0 if sparse else spec.num_hidden_layers)
-        if count:
-            one = timer.layer(sparse, False)
-            # An exchange may be cheaper than a ring: context parallel counts nothing here.
-            work += count * (one.forward + one.backward + one.weights + one.tp + one.ep)
+    software = timer.software
+    work = sum(timer.head()) + again
+    for sparse, count in _layer_kinds(question.spec):
+        one = timer.layer(sparse, False)
+        work += count * (one.forward + one.backward + one.weights + one.tp + one.ep)
     micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
     nodes = max(1.0, question.cluster.gpus / max(1, question.cluster.node))
     steady = micro_steps * work / degrees.pp
     floor = steady * (1 + (software.jitter * log2(nodes) if nodes > 1 else 0.0)) + software.step_s
-    axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
+    axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep)) + (again > 0)
+    axes += features
     return floor * (1 + FEATURE * axes)
 
 
-def _plain(degrees: Degrees) -> Strategy:
-    return Strategy(
-        pp=degrees.pp, replicate=degrees.dp, cp=degrees.cp, tp=degrees.tp, ep=degrees.ep, sp=degrees.tp > 1
+def bound_with_memory(question: Question, degrees: Degrees, least: _Least) -> float:
+    """The same, with the recompute that even the strategy of least memory needs to fit."""
+    features = least.features()
+    if question.allows(recompute="none") and least.may_fit("none"):
+        return bound_of(question, degrees, features=features)
+    layout = replace(_plain(degrees), recompute="selective")
+    timer = Timer(question.scenario(layout, degrees.micro_batch), question.known)
+    cheap = sum(count * timer.layer(sparse, False).again for sparse, count in _layer_kinds(question.spec))
+    forward = min(timer.layer(sparse, True).forward for sparse, _ in _layer_kinds(question.spec))
+    # Roughly how many layers: an eighth of them is close enough for a bound.
+    low, high = 0, question.spec.num_hidden_layers
+    while high - low > max(1, question.spec.num_hidden_layers // 8):
+        middle = (low + high) // 2
+        if least.may_fit(f"first:{middle}"):
+            high = middle
+        else:
+            low = middle
+    again = (low + 1) * forward
+    return bound_of(question, degrees, min(again, cheap) if least.may_fit("selective") else again, features)
+
+
+def _offload_floor(question: Question) -> float:
+    """Seconds that an offloaded optimizer takes at least, with its state shared among all ranks."""
+    total = count_parameters(question.spec).total
+    return total / question.cluster.gpus * OFFLOAD_S
+
+
+def _layer_kinds(spec: ModelSpec) -> list[tuple[bool, int]]:
+    """(is a mixture, how many layers), of those that there are."""
+    if spec.experts is None:
+        return [(False, spec.num_hidden_layers)]
+    sparse = sum(map(spec.is_sparse, range(spec.num_hidden_layers)))
+    kinds = [(True, sparse), (False, spec.num_hidden_layers - sparse)]
+    return [kind for kind in kinds if kind[1]]
+
+
+def _plain(degrees: Degrees) -> Layout:
+    return Layout(
+        dp=degrees.dp,
+        tp=degrees.tp,
+        pp=degrees.pp,
+        cp=degrees.cp,
+        ep=degrees.ep,
+        expert_tp=degrees.tp,
+        sp=degrees.tp > 1,
     )
 
 
-def _choices(question: Question, space: Space, degrees: Degrees, best: float) -> Iterator[Candidate]:
-    """Candidates with these degrees that may be better than the best; where a choice does not fit, what would."""
-    offloads = [one for one in ("none", "optimizer", "parameters") if question.allows(offload=one)]
-    seen_fit = False
-    for offload in offloads:
-        if offload != "none" and seen_fit:
-            # What fits without offload is faster than the same with it.
+@dataclass(frozen=True)
+class _Choice:
+    """Everything but recompute."""
+
+    layout: Layout
+    rough: float
+    """A score below which recompute cannot bring it."""
+
+
+def _choices(
+    question: Question, space: Space, degrees: Degrees, offload: str, best: float
+) -> Iterator[Candidate]:
+    """Candidates with these degrees that fit and may be better than the best."""
+    timer = Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
+    for choice in sorted(_rest_of(question, space, degrees, offload, timer, best), key=lambda one: one.rough):
+        if choice.rough >= best:
             return
-        for zero, shard, schedule, layers, method in space.rest(degrees):
-            if offload == "parameters" and (zero < 2 or degrees.dp * degrees.cp == 1):
+        for memory, chosen in _with_recompute(question, choice, degrees, timer, best):
+            scenario = question.scenario(chosen, degrees.micro_batch)
+            own = timer.like(scenario)
+            parts = own.parts(simulate=False)
+            weight = 1 + FEATURE * count_features(chosen)
+            if parts.total * weight >= best:
                 continue
-            strategy = Strategy(
-                pp=degrees.pp,
-                replicate=degrees.dp // shard if zero else degrees.dp,
-                shard=shard,
-                cp=degrees.cp,
-                tp=degrees.tp,
-                ep=degrees.ep,
+            if chosen.pp > 1:
+                parts = own.parts()
+            candidate = Candidate(chosen.strategy(), degrees.micro_batch, scenario, memory, parts)
+            best = min(best, candidate.step_s * weight)
+            yield candidate
+
+
+def _rest_of(
+    question: Question, space: Space, degrees: Degrees, offload: str, timer: Timer, best: float
+) -> Iterator[_Choice]:
+    for zero, shard, schedule, layers, method in space.rest(degrees):
+        if offload == "parameters" and (zero < 2 or degrees.dp * degrees.cp == 1):
+            continue
+        if degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard:
+            continue
+        layout = Layout(
+            dp=degrees.dp,
+            tp=degrees.tp,
+            pp=degrees.pp,
+            cp=degrees.cp,
+            ep=degrees.ep,
+            expert_tp=degrees.tp,
+            zero=zero,
+            shard=shard,
+            sp=degrees.tp > 1,
+            schedule=schedule,
+            layers=layers,
+            cp_method=method,
+            offload=offload,
+        )
+        scenario = question.scenario(layout, degrees.micro_batch)
+        rough = timer.like(scenario).parts(simulate=False).total * (1 + FEATURE * count_features(layout))
+        if rough < best:
+            yield _Choice(layout, rough)
+
+
+class _Least:
+    """Whether anything with some degrees can fit: a floor of the memory of all that can be chosen with them.
+
+    Of the schedules 1f1b holds the fewest micro-batches, and of the states a rank has at least the shards that it
+    updates, spread over all data ranks; both layer splits are looked at.
+    """
+
+    def __init__(self, question: Question, space: Space, degrees: Degrees, offload: str) -> None:
+        self.question, self.degrees = question, degrees
+        stages = space.zero_stages(degrees, offload)
+        self.layouts = [
+            replace(_plain(degrees), zero=zero, shard=degrees.dp if zero else 1, offload=offload, layers=layers)
+            for zero in stages[-1:]
+            for layers in space.splits(degrees.pp, "1f1b")
+        ]
+
+    def may_fit(self, recompute: str) -> bool:
+        """Whether nothing rules it out."""
+        question, micro_batch = self.question, self.degrees.micro_batch
+        return any(
+            memory_of(question.scenario(replace(layout, recompute=recompute), micro_batch), True, True).verdict == "fits"
+            for layout in self.layouts
+        )
+
+    def features(self) -> int:
+        """Features that are needed whatever else: sharded state where copies do not fit, host memory."""
+        offloaded = 2 * (self.layouts[0].offload != "none")
+        whole = replace(self.layouts[0], zero=0, shard=1, layers="even", recompute=self.most_recompute)
+        memory = memory_of(self.question.scenario(whole, self.degrees.micro_batch), True)
+        # A layer split may help the last rank, so only what is far from fitting counts.
+        return offloaded + (memory.share > 1.0 + FITS and whole.dp * whole.cp > 1)
+
+    @property
+    def most_recompute(self) -> str:
+        """What saves the most of what is allowed."""
+        return most_recompute(self.question)
+
+
+def most_recompute(question: Question) -> str:
+    """The recompute that saves the most memory of what is allowed."""
+    if question.allows(recompute="full"):
+        return "full"
+    if question.allows(recompute="first:1"):
+        return f"first:{question.spec.num_hidden_layers}"
+    return "selective" if question.allows(recompute="selective") else "none"
+
+
+def _nearest(question: Question, space: Space, pending: Sequence[Degrees]) -> Candidate | None:
+    """Where nothing fits, what needs the least memory."""
+    found: Candidate | None = None
+    offload = next((one for one in ("parameters", "optimizer", "none") if question.allows(offload=one)), "none")
+    for degrees in pending:
+        for zero in space.zero_stages(degrees, offload) or space.zero_stages(degrees, "none"):
+            layout = replace(
+                _plain(degrees),
                 zero=zero,
-                sp=degrees.tp > 1,
-                schedule=schedule,
-                layers=layers,
-                cp_method=method,
-                offload=offload,
-            ) if degrees.ep == 1 or shard % degrees.ep == 0 or degrees.ep % shard == 0 else None  # fmt: skip
-            if strategy is None:
-                continue
-            for choice in _with_recompute(question, strategy, degrees.micro_batch):
-                memory, chosen = choice
-                scenario = question.scenario(chosen, degrees.micro_batch)
-                if memory.verdict == "fits":
-                    seen_fit = True
-                    timer = Timer(scenario, question.known)
-                    rough = timer.parts(simulate=False)
-                    if rough.total * (1 + FEATURE * count_features(chosen)) >= best:
-                        continue
-                    parts = timer.parts() if chosen.pp > 1 else rough
-                    candidate = Candidate(chosen, degrees.micro_batch, scenario, memory, parts)
-                    best = min(best, candidate.score("throughput")[0])
-                    yield candidate
-                else:
-                    yield Candidate(chosen, degrees.micro_batch, scenario, memory, Parts(other=float("inf")))
+                shard=degrees.dp if zero else 1,
+                offload=offload if space.zero_stages(degrees, offload) else "none",
+                recompute=most_recompute(question),
+            )
+            scenario = question.scenario(layout, degrees.micro_batch)
+            memory = memory_of(scenario, quick=True)
+            if found is None or memory.peak < found.memory.peak:
+                found = Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, Parts(other=float("inf")))
+    return found
 
 
-def _with_recompute(question: Question, strategy: Strategy, micro_batch: int) -> Iterator[tuple[Memory, Strategy]]:
-    """What fits of none, selective, first:N with the least N, and full; or the one that needs the least memory."""
+def _with_recompute(
+    question: Question, choice: _Choice, degrees: Degrees, timer: Timer, best: float
+) -> Iterator[tuple[Memory, Layout]]:
+    """What fits of none, selective, first:N with the least N, and full, and may be better than the best."""
+    layout = choice.layout
 
     def memory(recompute: str) -> Memory:
-        return memory_of(question.scenario(replace(strategy, recompute=recompute), micro_batch))
+        return memory_of(question.scenario(replace(layout, recompute=recompute), degrees.micro_batch), quick=True)
 
-    if question.allows(recompute="none"):
-        found = memory("none")
-        if found.verdict == "fits":
-            yield found, strategy
-            return
+    none = memory("none")
+    if question.allows(recompute="none") and none.verdict == "fits":
+        yield none, layout
+        return
+    # Recompute is one more feature to earn its place.
+    used = count_features(layout)
+    weight = (1 + FEATURE * (used + 1)) / (1 + FEATURE * used)
+    if choice.rough * weight >= best:
+        return
     if question.allows(recompute="selective"):
         found = memory("selective")
         if found.verdict == "fits":
-            yield found, replace(strategy, recompute="selective")
-    layers = question.spec.num_hidden_layers
+            yield found, replace(layout, recompute="selective")
     full = memory("full")
     if full.verdict != "fits":
-        if question.allows(recompute="full"):
-            yield full, replace(strategy, recompute="full")
+        return
+    layers = question.spec.num_hidden_layers
+    needed = _needed_layers(none, full, layers / degrees.pp)
+    forward = min(timer.layer(sparse, True).forward for sparse, _ in _layer_kinds(question.spec))
+    micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
+    if choice.rough * weight + micro_steps * needed * forward >= best:
         return
     if question.allows(recompute="first:1"):
         low, high = 0, layers
@@ -388,10 +596,18 @@ def _with_recompute(question: Question, strategy: Strategy, micro_batch: int) ->
             else:
                 low = middle
         if high < layers:
-            yield memory(f"first:{high}"), replace(strategy, recompute=f"first:{high}")
+            yield memory(f"first:{high}"), replace(layout, recompute=f"first:{high}")
             return
     if question.allows(recompute="full"):
-        yield full, replace(strategy, recompute="full")
+        yield full, replace(layout, recompute="full")
+
+
+def _needed_layers(none: Memory, full: Memory, layers: float) -> float:
+    """Layers that the first pipeline rank must compute again at least: each saves the same, and needs room to work in."""
+    before, after = none.stages[0], full.stages[0]
+    save = before.total - after.total + 2 * after.working
+    excess = before.total - FITS * none.capacity
+    return max(0.0, excess / save * layers) if save > 0 and len(none.stages) == 1 else 0.0
 
 
 def best_of_families(question: Question, objective: str = "throughput") -> dict[str, Found]:

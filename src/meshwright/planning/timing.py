@@ -23,6 +23,9 @@ HOST_LINK = 25e9
 HOST_ADAM = 12e9
 """Bytes of parameters and moments that the host cores of one rank update in a second."""
 
+OFFLOAD_S = (4 + 4) / HOST_LINK + 16 / HOST_ADAM
+"""Seconds for each parameter that is updated in host memory."""
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -63,6 +66,39 @@ class Layer:
     cp_forward: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of one stage's passes of one micro-batch, with what is exposed of communication."""
+
+    forward: float
+    backward: float
+    weights: float
+    again: float
+    tp: float
+    ep: float
+    cp: float
+    gathered: float
+
+
+@dataclass
+class Flow:
+    """All stages of a step, and what the slowest pipeline rank spends its time on for one micro-batch."""
+
+    times: StageTimes
+    micro_steps: int
+    work: float
+    slowest: int
+    forward: float
+    backward: float
+    again: float
+    tp: float
+    ep: float
+    cp: float
+    gathered: float
+    bound: float | None = None
+    simulated: float | None = None
+
+
 class Timer:
     """Times of a scenario's parts."""
 
@@ -92,6 +128,22 @@ class Timer:
         self.shard_group = group_of(cluster, layout.shard * layout.cp, layout.tp)
         self.replicas = group_of(cluster, layout.replicate, layout.tp * layout.cp * layout.shard)
         self._layers: dict[tuple[bool, bool], Layer] = {}
+        self._flows: dict[tuple[object, ...], Flow] = {}
+        self._elements: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def like(self, scenario: Scenario) -> Timer:
+        """A timer of a scenario that differs in nothing that a layer's own passes depend on: they are shared."""
+        other = object.__new__(Timer)
+        other.__dict__.update(self.__dict__)
+        other.scenario = scenario
+        layout, cluster = scenario.layout, scenario.cluster
+        other.shard_group = group_of(cluster, layout.shard * layout.cp, layout.tp)
+        other.replicas = group_of(cluster, layout.replicate, layout.tp * layout.cp * layout.shard)
+        mine = self.scenario.layout
+        if (layout.cp_method, scenario.selective) != (mine.cp_method, self.scenario.selective):
+            # The flows know these by their keys; the passes of layers do not.
+            other._layers = {}
+        return other
 
     # ---- operations
 
@@ -204,78 +256,125 @@ class Timer:
 
     def parts(self, simulate: bool = True) -> Parts:
         """The step; without simulation a lower bound of the pipeline's length stands in for it."""
-        scenario, layout, software = self.scenario, self.scenario.layout, self.software
-        spec, stages = scenario.spec, scenario.stages
-        head = self.head()
-        forward: list[float] = []
-        backward: list[float] = []
-        weights: list[float] = []
-        again: list[float] = []
-        axes: list[tuple[float, float, float]] = []
-        gathered: list[float] = []
-        last = spec.num_hidden_layers
+        scenario, software = self.scenario, self.software
+        flow = self._flow()
+        micro_steps = flow.micro_steps
+        length = self._length(flow, simulate)
+        dp = micro_steps * flow.gathered
+        reduction = self._reduction(flow)
+        optimizer, offload = self._update()
+        steady = length + reduction + optimizer + offload
+        nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
+        other = software.step_s + (steady * software.jitter * log2(nodes) if nodes > 1 else 0.0)
+        spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
+        return Parts(
+            compute=micro_steps * (flow.work - spent),
+            recompute=micro_steps * flow.again,
+            tp=micro_steps * flow.tp,
+            cp=micro_steps * flow.cp,
+            ep=micro_steps * flow.ep,
+            dp=dp + reduction,
+            bubble=length - micro_steps * flow.work,
+            optimizer=optimizer,
+            offload=offload,
+            other=other,
+        )
+
+    def _flow(self) -> Flow:
+        """What the stages take; the same for all strategies that differ in what is summed once a step only."""
+        layout = self.scenario.layout
+        sharded = (layout.zero, layout.shard, layout.offload) if layout.zero >= 2 else ()
+        key = layout.schedule, layout.layers, layout.cp_method, layout.recompute, sharded
+        if key not in self._flows:
+            self._flows[key] = self._make_flow()
+        return self._flows[key]
+
+    def _make_flow(self) -> Flow:
+        scenario, layout = self.scenario, self.scenario.layout
+        stages = scenario.stages
+        last = scenario.spec.num_hidden_layers
         order = sorted((part for held in stages for part in held), key=lambda part: part.start)
-        sums = self._stage_sums(order)
+        passes: dict[tuple[object, ...], _Passes] = {}
+        found: list[_Passes] = []
         for part in order:
-            one = sums[part]
-            f, b, w, a = one.forward, one.backward, one.weights, one.again
-            comm_f = one.tp_forward + one.ep_forward + one.cp_forward
-            comm = one.tp + one.ep + one.cp
-            if part.stop == last:
-                f, b, w = f + head[0], b + head[1], w + head[2]
-            exposed = self._gathers(part, f, b + w + a)
-            forward.append(f + comm_f + exposed[0])
-            backward.append(b + a + comm - comm_f + exposed[1])
-            weights.append(w)
-            again.append(a)
-            axes.append((one.tp, one.ep, one.cp))
-            gathered.append(exposed[0] + exposed[1])
-        micro_steps = max(1, round(scenario.micro_steps))
+            kinds = self._kinds(part)
+            key = (kinds, part.start == 0, part.stop == last)
+            if key not in passes:
+                passes[key] = self._stage(part, kinds)
+            found.append(passes[key])
+        forward = [one.forward for one in found]
+        weights = [one.weights for one in found]
         split = layout.pp > 1 and splits_backward(layout.schedule)
-        if not split:
-            backward = [b + w for b, w in zip(backward, weights, strict=True)]
-        times = StageTimes(forward, backward, weights if split else [0.0] * len(weights), self._transfer())
+        backward = [one.backward if split else one.backward + one.weights for one in found]
+        times = StageTimes(forward, backward, weights if split else [0.0] * len(found), self._transfer())
         work = pipeline.rank_work(layout.schedule, layout.pp, times) if layout.pp > 1 else [forward[0] + backward[0]]
         slowest = max(range(layout.pp), key=lambda rank: work[rank])
-        if layout.pp == 1:
-            length = micro_steps * work[0]
-        elif simulate:
-            length = pipeline.length(layout.schedule, layout.pp, micro_steps, times)
-        else:
-            length = pipeline.shortest(layout.schedule, layout.pp, micro_steps, times)
-        own = [index for index, part in enumerate(order) if part in stages[slowest]]
-        tp, ep, cp = (micro_steps * sum(axes[index][axis] for index in own) for axis in range(3))
-        dp = micro_steps * sum(gathered[index] for index in own)
-        recompute = micro_steps * sum(again[index] for index in own)
-        compute = micro_steps * work[slowest] - tp - ep - cp - dp - recompute
-        dp += self._reduction(slowest, forward, backward, weights, own)
-        optimizer, offload = self._update()
-        steady = length + dp - micro_steps * sum(gathered[index] for index in own) + optimizer + offload
-        nodes = max(1, scenario.cluster.gpus / max(1, scenario.cluster.node))
-        other = software.step_s + steady * software.jitter * log2(nodes) if nodes > 1 else software.step_s
-        bubble = length - micro_steps * work[slowest]
-        return Parts(compute, recompute, tp, cp, ep, dp, bubble, optimizer, offload, other)
+        held = set(stages[slowest])
+        own = [one for part, one in zip(order, found, strict=True) if part in held]
+        return Flow(
+            times=times,
+            micro_steps=max(1, round(scenario.micro_steps)),
+            work=work[slowest],
+            slowest=slowest,
+            forward=sum(one.forward for one in own),
+            backward=sum(one.backward + one.weights for one in own),
+            again=sum(one.again for one in own),
+            tp=sum(one.tp for one in own),
+            ep=sum(one.ep for one in own),
+            cp=sum(one.cp for one in own),
+            gathered=sum(one.gathered for one in own),
+        )
 
-    def _stage_sums(self, order: list[range]) -> dict[range, Layer]:
+    def _length(self, flow: Flow, simulate: bool) -> float:
+        layout = self.scenario.layout
+        if layout.pp == 1:
+            return flow.micro_steps * flow.work
+        if simulate:
+            if flow.simulated is None:
+                flow.simulated = pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+            return flow.simulated
+        if flow.bound is None:
+            flow.bound = pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+        return flow.bound
+
+    def _kinds(self, part: range) -> tuple[tuple[bool, bool, int], ...]:
+        """The layers of a stage by kind: sparse or not, computed again or not, how many."""
         scenario = self.scenario
-        sums = {}
-        for part in order:
-            total = Layer()
-            counts: dict[tuple[bool, bool], int] = {}
-            again = scenario.recomputed(part)
-            if scenario.spec.experts is None:
-                counts = {(False, True): again, (False, False): len(part) - again}
-            else:
-                for index, layer in enumerate(part):
-                    key = scenario.spec.is_sparse(layer), index < again
-                    counts[key] = counts.get(key, 0) + 1
-            for (sparse, recomputed), count in counts.items():
-                if count:
-                    one = self.layer(sparse, recomputed)
-                    for name in vars(total):
-                        setattr(total, name, getattr(total, name) + count * getattr(one, name))
-            sums[part] = total
-        return sums
+        again = scenario.recomputed(part)
+        if scenario.spec.experts is None:
+            pairs = ((False, True, again), (False, False, len(part) - again))
+            return tuple(pair for pair in pairs if pair[2])
+        counts: dict[tuple[bool, bool], int] = {}
+        for index, layer in enumerate(part):
+            key = scenario.spec.is_sparse(layer), index < again
+            counts[key] = counts.get(key, 0) + 1
+        return tuple((*key, count) for key, count in counts.items())
+
+    def _stage(self, part: range, kinds: tuple[tuple[bool, bool, int], ...]) -> _Passes:
+        """One stage's passes of one micro-batch."""
+        forward = backward = weights = again = tp = ep = cp = tp_forward = 0.0
+        for sparse, recomputed, count in kinds:
+            one = self.layer(sparse, recomputed)
+            forward += count * one.forward
+            backward += count * one.backward
+            weights += count * one.weights
+            again += count * one.again
+            tp, ep, cp = tp + count * one.tp, ep + count * one.ep, cp + count * one.cp
+            tp_forward += count * (one.tp_forward + one.ep_forward + one.cp_forward)
+        if part.stop == self.scenario.spec.num_hidden_layers:
+            head = self.head()
+            forward, backward, weights = forward + head[0], backward + head[1], weights + head[2]
+        shown = self._gathers(part, forward, backward + weights + again)
+        return _Passes(
+            forward=forward + tp_forward + shown[0],
+            backward=backward + again + tp + ep + cp - tp_forward + shown[1],
+            weights=weights,
+            again=again,
+            tp=tp,
+            ep=ep,
+            cp=cp,
+            gathered=shown[0] + shown[1],
+        )
 
     def head(self) -> tuple[float, float, float]:
         """Seconds of the last norm, the head and the loss: forward, to the input, to the weights."""
@@ -291,10 +390,15 @@ class Timer:
     def _gathers(self, part: range, forward: float, backward: float) -> tuple[float, float]:
         """Exposed seconds of gathering and scattering a stage's parameters for one micro-batch with zero=3."""
         layout, software = self.scenario.layout, self.software
-        if layout.zero < 3 or self.shard_group.size == 1:
+        if self.shard_group.size == 1 or layout.zero < 2 or (layout.zero == 2 and layout.pp > 1):
             return 0.0, 0.0
         elements, experts = self._parameters(part)
         layers = max(1, len(part))
+        if layout.zero == 2:
+            # Gradients of every micro-batch are scattered; parameters stay gathered for the step.
+            return 0.0, self._hide(
+                layers * self.links.half(self.shard_group, elements * software.reduce_bytes / layers), backward, 1 / layers
+            )
         gather = layers * self.links.half(self.shard_group, elements * software.gather_bytes / layers)
         scatter = layers * self.links.half(self.shard_group, elements * software.reduce_bytes / layers)
         if experts:
@@ -330,52 +434,55 @@ class Timer:
             plain += last
         return plain, experts
 
-    def _reduction(self, rank: int, forward: list[float], backward: list[float], weights: list[float], own: list[int]) -> float:
+    def _held(self) -> list[tuple[float, float]]:
+        """Elements of each pipeline rank before sharding."""
+        layout = self.scenario.layout
+        key = layout.schedule, layout.layers
+        if key not in self._elements:
+            found = []
+            for held in self.scenario.stages:
+                pairs = [self._parameters(part) for part in held]
+                found.append((sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)))
+            self._elements[key] = found
+        return self._elements[key]
+
+    def _reduction(self, flow: Flow) -> float:
         """Exposed seconds of the sums of gradients and the gathers of parameters that a step needs once."""
         layout, software = self.scenario.layout, self.software
         if layout.dp * layout.cp == 1 or (layout.zero == 3 and layout.replicate == 1):
             return 0.0
-        plain = experts = 0.0
-        for part in self.scenario.stages[rank]:
-            found = self._parameters(part)
-            plain, experts = plain + found[0], experts + found[1]
+        plain, experts = self._held()[flow.slowest]
         links = self.links
-        expert_group = Group(max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp)), 1)
+        gather = 0.0
         if layout.zero == 3:
             reduce = links.all_reduce(self.replicas, plain * software.reduce_bytes / layout.state_ranks)
-            gather = 0.0
         else:
             gradients = plain * software.reduce_bytes
-            reduce = links.half(self.shard_group, gradients) if layout.zero else 0.0
             whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp)
             if layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
                 reduce = links.all_reduce(whole, gradients)
-            elif layout.replicate > 1:
-                reduce += links.all_reduce(self.replicas, gradients / layout.state_ranks)
-            gather = links.half(self.shard_group, plain * software.gather_bytes) if layout.zero else 0.0
+            else:
+                reduce = links.half(self.shard_group, gradients) if layout.zero == 1 or layout.pp > 1 else 0.0
+                if layout.replicate > 1:
+                    reduce += links.all_reduce(self.replicas, gradients / layout.state_ranks)
+            if layout.zero:
+                gather = links.half(self.shard_group, plain * software.gather_bytes)
             if experts:
-                reduce += links.half(expert_group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
-                gather += links.half(expert_group, experts * software.gather_bytes) if layout.zero else 0.0
-        window_backward = sum(backward[index] + weights[index] for index in own)
-        window_forward = sum(forward[index] for index in own)
-        edge = 1 / max(2, sum(len(part) for part in self.scenario.stages[rank]))
-        return self._hide(reduce, window_backward, edge) + self._hide(gather, window_forward, edge)
+                group = Group(max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp)), 1)
+                reduce += links.half(group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
+                gather += links.half(group, experts * software.gather_bytes) if layout.zero else 0.0
+        edge = 1 / max(2, sum(len(part) for part in self.scenario.stages[flow.slowest]))
+        return self._hide(reduce, flow.backward, edge) + self._hide(gather, flow.forward, edge)
 
     def _update(self) -> tuple[float, float]:
         """Seconds of the optimizer's step of the fullest rank, on the chip and in host memory."""
         layout = self.scenario.layout
-        most = 0.0
-        for held in self.scenario.stages:
-            plain = experts = 0.0
-            for part in held:
-                found = self._parameters(part)
-                plain, experts = plain + found[0], experts + found[1]
-            shards = layout.state_ranks if layout.zero else 1
-            most = max(most, plain / shards + experts / layout.expert_state_ranks)
+        shards, expert_shards = layout.state_ranks if layout.zero else 1, layout.expert_state_ranks
+        most = max(plain / shards + experts / expert_shards for plain, experts in self._held())
         if layout.offload == "none":
             return most * ADAM_BYTES / self.memory, 0.0
         # Gradients go down and parameters come back; the host's cores update them.
-        return 0.0, most * (4 + 4) / HOST_LINK + most * 16 / HOST_ADAM
+        return 0.0, most * OFFLOAD_S
 
     def _transfer(self) -> float:
         """Seconds between two stages."""
