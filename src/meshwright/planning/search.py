@@ -277,17 +277,15 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     if objective not in OBJECTIVES:
         raise UserError(f"--objective={objective} is not one of {', '.join(OBJECTIVES)}")
     space = Space(question)
-    pending = sorted(
-        (replace(one, bound=bound_of(question, one)) for one in space.degrees()),
-        key=lambda one: (one.bound, one.tp, one.pp, one.cp, one.ep, -one.micro_batch),
-    )
+    pending = _pending(question, space)
     if not pending:
         raise UserError(_no_degrees(question))
     found: list[Candidate] = []
     estimated = bounded = 0
     timed = objective != "memory"
     # A little more than what is known to be possible, so that it is found again.
-    best = _possible(question, space, pending) * (1 + 1e-9) if timed else float("inf")
+    start = _possible(question, space, pending) if timed else None
+    best = start.score(objective)[0] * (1 + 1e-9) if start is not None else float("inf")
     for offload in ("none", "optimizer", "parameters"):
         if not question.allows(offload=offload):
             continue
@@ -315,28 +313,49 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     return Found(found[0] if found else None, found[:keep], nearest, estimated, bounded)
 
 
-def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> float:
-    """The score of a good strategy, found among the plain ones: a good start cuts most of the search."""
-    best = float("inf")
+def plain_best(question: Question, most: int = 1 << 30) -> Candidate | None:
+    """The best of the plain strategies (1f1b, even stages, recompute in whole steps): a quick answer, seldom far off.
+
+    It looks at `most` degrees at most.
+    """
+    space = Space(question)
+    return _possible(question, space, _pending(question, space)[:most])
+
+
+def _pending(question: Question, space: Space) -> list[Degrees]:
+    """Degrees in the order of their bounds."""
+    return sorted(
+        (replace(one, bound=bound_of(question, one)) for one in space.degrees()),
+        key=lambda one: (one.bound, one.tp, one.pp, one.cp, one.ep, -one.micro_batch),
+    )
+
+
+def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> Candidate | None:
+    """A good strategy, found among the plain ones: a good start cuts most of the search."""
+    best: Candidate | None = None
+    score = float("inf")
     for degrees in pending:
-        if degrees.bound >= best:
+        if degrees.bound >= score:
             break
         timer: Timer | None = None
         for zero in space.zero_stages(degrees, "none"):
             for recompute in ("none", "selective", "full"):
-                layout = replace(
-                    _plain(degrees), zero=zero, shard=degrees.dp if zero else 1, recompute=recompute
-                )
-                extra = FEATURE * count_features(layout)
-                if degrees.bound * (1 + extra) / (1 + FEATURE * 4) >= best or not _allowed(question, layout):
+                layout = replace(_plain(degrees), zero=zero, shard=degrees.dp if zero else 1, recompute=recompute)
+                weight = 1 + FEATURE * count_features(layout)
+                if degrees.bound * weight / (1 + FEATURE * 4) >= score or not _allowed(question, layout):
                     continue
                 scenario = question.scenario(layout, degrees.micro_batch)
-                if memory_of(scenario, quick=True).verdict == "fits":
-                    timer = timer or Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
-                    own = timer.like(scenario)
-                    if own.parts(simulate=False).total * (1 + extra) < best:
-                        best = min(best, own.parts().total * (1 + extra))
-                    break
+                memory = memory_of(scenario, quick=True)
+                if memory.verdict != "fits":
+                    continue
+                timer = timer or Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
+                own = timer.like(scenario)
+                if own.parts(simulate=False).total * weight < score:
+                    parts = own.parts()
+                    if parts.total * weight < score:
+                        score = parts.total * weight
+                        best = Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, parts)
+                break
     return best
 
 
@@ -610,23 +629,36 @@ def _needed_layers(none: Memory, full: Memory, layers: float) -> float:
     return max(0.0, excess / save * layers) if save > 0 and len(none.stages) == 1 else 0.0
 
 
-def best_of_families(question: Question, objective: str = "throughput") -> dict[str, Found]:
-    """The best of each family of strategies, for comparison."""
-    families: dict[str, Sequence[Constraint]] = {
-        "copies of the model": [Constraint("zero", "=", 0), *_single("tp", "pp", "cp")],
-        "sharded (ZeRO, FSDP)": [Constraint("zero", ">=", 1), *_single("tp", "pp", "cp")],
-        "tensor parallel": [Constraint("tp", ">", 1), *_single("pp")],
-        "pipeline": [Constraint("pp", ">", 1), *_single("tp")],
-        "tensor + pipeline": [Constraint("tp", ">", 1), Constraint("pp", ">", 1)],
+def families() -> dict[str, tuple[Constraint, ...]]:
+    """Families of strategies that people compare, as constraints."""
+
+    def single(*axes: str) -> list[Constraint]:
+        return [Constraint(axis, "=", 1) for axis in axes]
+
+    return {
+        "copies of the model": (Constraint("zero", "=", 0), *single("tp", "pp", "cp")),
+        "sharded state (ZeRO, FSDP)": (Constraint("zero", ">=", 1), *single("tp", "pp", "cp")),
+        "tensor parallel": (Constraint("tp", ">", 1), *single("pp")),
+        "pipeline": (Constraint("pp", ">", 1), *single("tp")),
+        "tensor + pipeline": (Constraint("tp", ">", 1), Constraint("pp", ">", 1)),
     }
-    found = {}
-    for name, extra in families.items():
-        try:
-            found[name] = search(replace(question, constraints=(*question.constraints, *extra)), objective, keep=3)
-        except UserError:
-            continue
-    return found
 
 
-def _single(*axes: str) -> list[Constraint]:
-    return [Constraint(axis, "=", 1) for axis in axes]
+def family_of(strategy: Strategy) -> str:
+    """The family that a strategy belongs to."""
+    if strategy.tp > 1:
+        return "tensor + pipeline" if strategy.pp > 1 else "tensor parallel"
+    if strategy.pp > 1:
+        return "pipeline"
+    return "sharded state (ZeRO, FSDP)" if strategy.zero else "copies of the model"
+
+
+def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candidate:
+    """One strategy, whether it fits or not."""
+    scenario = question.scenario(strategy, micro_batch)
+    return Candidate(strategy, micro_batch, scenario, memory_of(scenario), Timer(scenario, question.known).parts())
+
+
+def in_full(question: Question, candidate: Candidate) -> Candidate:
+    """A candidate of a search with the memory of all its pipeline ranks, and a time if it had none."""
+    return estimate(question, candidate.strategy, candidate.micro_batch)

@@ -280,6 +280,10 @@ class Timer:
             other=other,
         )
 
+    def stage_times(self) -> StageTimes:
+        """Seconds of a micro-batch in each stage."""
+        return self._flow().times
+
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
         layout = self.scenario.layout
