@@ -5,7 +5,7 @@
 
 What may be fitted is listed in FREE: shares of a chip's peaks, and habits of a family of software. There is nothing for
 a row or a source. The search is coordinate descent on the mean of |log(estimate / measured)|, with more weight beyond
-20%, and a pull towards the values that the file has (which were set from data sheets and microbenchmarks at first).
+20%, and a pull towards where it starts, data/fit_start.toml: values from data sheets and microbenchmarks.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ import json
 import math
 import re
 import statistics
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from published import DATA, percentile, settle
-from published_rows import Run, runs_of, source_of
-
 from meshwright.planning import software as constants_file
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants, Software, read_constants
 from meshwright.planning.timing import Timer
+from published import DATA, percentile, settle
+from published_rows import Run, runs_of, source_of
 
+START = Path(__file__).parent / "data/fit_start.toml"
 BLACKWELL = ("b200", "b300", "gb200", "gb300")
 FREE: dict[str, tuple[float, float]] = {
     **{f"chip.{chip}.gemm": (0.3, 0.95) for chip in ("a100", "h100", "h100-500w", *BLACKWELL)},
@@ -71,7 +72,7 @@ FREE: dict[str, tuple[float, float]] = {
     "common.depth": (16, 400),
 }
 PULL = 0.004
-"""Weight of the pull towards the file's values, for each free number, of the squared logarithm of their ratio."""
+"""Weight of the pull towards the values at the start, for each free number, of the squared logarithm of their ratio."""
 
 
 def places(name: str) -> list[tuple[str, ...]]:
@@ -107,9 +108,7 @@ class Case:
         self.scenario: Scenario = settle(run.scenario)
         family = known.software[run.family]
         self.changes = {
-            name: value
-            for name, value in vars(self.scenario.software).items()
-            if value != getattr(family, name)
+            name: value for name, value in vars(self.scenario.software).items() if value != getattr(family, name)
         }
         assert run.step_s is not None
         self.measured = run.step_s
@@ -149,8 +148,11 @@ def loss(error: float) -> float:
 def fit(cases: Sequence[Case], table: dict[str, Any], sweeps: int, quiet: bool = False) -> dict[str, Any]:
     """The table with its free numbers changed to where the errors are least."""
     table = copy.deepcopy(table)
-    start = {name: get(table, places(name)[0]) for name in FREE}
+    start = {name: float(value) for name, value in tomllib.loads(START.read_text(encoding="utf-8")).items()}
     now = dict(start)
+    for name, value in start.items():
+        for place in places(name):
+            put(table, place, value)
     known = read_constants(table)
     errors = [case.error(known) for case in cases]
     steps = dict.fromkeys(FREE, 0.15)
@@ -196,7 +198,7 @@ def _pull(value: float, start: float) -> float:
     return PULL * math.log(value / start) ** 2
 
 
-def cross(runs: Sequence[Run], table: dict[str, Any], sweeps: int) -> dict[str, Any]:
+def cross(runs: Sequence[Run], table: dict[str, Any], sweeps: int) -> dict[str, list[float]]:
     """Errors on each source of constants that were fitted without it."""
     known = read_constants(table)
     cases = [Case(run, known) for run in runs]
@@ -215,7 +217,7 @@ def cross(runs: Sequence[Run], table: dict[str, Any], sweeps: int) -> dict[str, 
         )
     everything = [abs(error) for errors in found.values() for error in errors]
     print(f"all: median {statistics.median(everything):.1%}, p90 {percentile(everything, 0.9):.1%}")
-    return {source: errors for source, errors in found.items()}
+    return found
 
 
 def write(table: dict[str, Any], path: Path, rows: int) -> None:

@@ -18,12 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from published_rows import UNSTATED, Run, runs_of
-
 from meshwright.planning.memory import GIB, Memory, memory_of
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants, constants
 from meshwright.planning.timing import Timer
+from published_rows import UNSTATED, Run, runs_of
 
 DATA = Path(__file__).parent / "data/published_runs.csv"
 BY = ("source", "gpu", "scale", "strategy", "software")
@@ -110,7 +109,10 @@ def time_summary(found: Iterable[Estimate]) -> dict[str, Any]:
         (tokens * fast, tokens * slow)
         for (fast, slow), tokens in zip(
             pairs,
-            [one.run.scenario.global_batch * one.run.scenario.sequence_length / one.run.scenario.layout.world for one in found],
+            [
+                one.run.scenario.global_batch * one.run.scenario.sequence_length / one.run.scenario.layout.world
+                for one in found
+            ],
             strict=True,
         )
     ]
@@ -166,7 +168,9 @@ def evaluate(path: Path, known: Constants) -> tuple[list[Estimate], list[dict[st
             found.append(estimate(run, known))
         except (ValueError, ArithmeticError, AssertionError) as error:
             reason = f"cannot be estimated: {error}"
-            skipped.append({"line": run.number, "source": run.groups()["source"], "complete": run.complete, "reason": reason})
+            skipped.append(
+                {"line": run.number, "source": run.groups()["source"], "complete": run.complete, "reason": reason}
+            )
     return found, skipped
 
 
@@ -207,7 +211,15 @@ def show(result: dict[str, Any]) -> None:
             table.add_column(name, justify="left" if name == kind else "right")
         for name, group in result["groups"][kind].items():
             time, memory = group["time"], group["memory"]
-            table.add_row(name, str(time["rows"]), *_cells(time), _number(time.get("rank_correlation")), str(memory["rows"]), _percent(memory.get("median_abs_error")), _percent(memory.get("bias"), True))
+            table.add_row(
+                name,
+                str(time["rows"]),
+                *_cells(time),
+                _number(time.get("rank_correlation")),
+                str(memory["rows"]),
+                _percent(memory.get("median_abs_error")),
+                _percent(memory.get("bias"), True),
+            )
         console.print(table)
         console.print()
     reasons: dict[str, list[int]] = {}
@@ -233,12 +245,14 @@ def show(result: dict[str, Any]) -> None:
     )
     extra = result["completed_rows"]
     console.print(
-        f"completed: {extra['time']['rows']} rows, median |time error| {_percent(extra['time'].get('median_abs_error'))}; "
+        f"completed: {extra['time']['rows']} rows, median |time error| "
+        f"{_percent(extra['time'].get('median_abs_error'))}; "
         f"{extra['memory']['rows']} rows, median |memory error| {_percent(extra['memory'].get('median_abs_error'))}"
     )
     console.print(
-        f"verdicts:  {verdicts['called_tight_or_not_fitting']} of {verdicts['out_of_memory']} out-of-memory runs called "
-        f"tight or not fitting; {verdicts['called_not_fitting']} of {verdicts['ran']} that ran called not fitting"
+        f"verdicts:  {verdicts['called_tight_or_not_fitting']} of {verdicts['out_of_memory']} out-of-memory runs "
+        f"called tight or not fitting; {verdicts['called_not_fitting']} of {verdicts['ran']} that ran called "
+        "not fitting"
     )
 
 
@@ -255,6 +269,16 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def line_of(one: Estimate) -> str:
+    """A row with its estimate."""
+    row, layout = one.run.row, one.run.scenario.layout
+    axes = " ".join(f"{name}={getattr(layout, name)}" for name in ("dp", "zero", "tp", "pp", "cp", "ep"))
+    known = [one.run.number, one.run.groups()["source"], row["model"], f"s={row['seq_len']}", axes, one.recompute]
+    known += [one.run.scenario.precision, f"{one.step_s:.3f} s", _percent(one.time_error, True)]
+    known += [f"{one.memory_gib:.1f} GiB", _percent(one.memory_error, True), "complete" if one.run.complete else ""]
+    return " ".join(map(str, known))
+
+
 def main() -> None:
     """Evaluate, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,14 +290,7 @@ def main() -> None:
     result = report(found, skipped)
     if args.rows:
         for one in found:
-            row, layout = one.run.row, one.run.scenario.layout
-            print(
-                one.run.number, one.run.groups()["source"], row["model"], layout.world, f"s{row['seq_len']}",
-                f"tp{layout.tp} pp{layout.pp} cp{layout.cp} ep{layout.ep} dp{layout.dp} z{layout.zero} mb{row['micro_batch']} gb{row['global_batch']}",
-                one.run.scenario.precision, one.recompute, f"{one.step_s:.3f}", one.run.step_s and f"{one.run.step_s:.3f}",
-                _percent(one.time_error, True), f"{one.memory_gib:.1f}", one.run.memory_gib, _percent(one.memory_error, True),
-                "complete" if one.run.complete else "",
-            )  # fmt: skip
+            print(line_of(one))
     show(result)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")

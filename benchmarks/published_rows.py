@@ -24,10 +24,18 @@ from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import Constants
 
 HERE = Path(__file__).parent
-NEEDED = ("n_layers", "hidden", "n_heads", "ffn_hidden", "vocab", "seq_len", "gpu", "n_gpus", "dp", "tp", "pp", "cp")
-NEEDED += ("micro_batch", "global_batch", "precision")
+NEEDED = (
+    *("n_layers", "hidden", "n_heads", "ffn_hidden", "vocab", "seq_len", "gpu", "n_gpus", "dp", "tp", "pp", "cp"),
+    *("micro_batch", "global_batch", "precision"),
+)
 """Columns that a complete configuration has."""
-SCALES = ((8, "1-8 GPUs"), (64, "9-64 GPUs"), (512, "65-512 GPUs"), (2048, "513-2048 GPUs"), (1 << 30, "over 2048 GPUs"))
+SCALES = (
+    (8, "1-8 GPUs"),
+    (64, "9-64 GPUs"),
+    (512, "65-512 GPUs"),
+    (2048, "513-2048 GPUs"),
+    (1 << 30, "over 2048 GPUs"),
+)
 FAMILIES = (
     ("megatron-deepspeed", "deepspeed"),
     ("deepspeed zero", "deepspeed"),
@@ -273,7 +281,7 @@ def _spec(row: dict[str, str], assumed: list[str]) -> ModelSpec:
     base: dict[str, Any] = {
         "vocab_size": size("vocab", "vocab_size"),
         "hidden_size": width,
-        "intermediate_size": int(inner),
+        "intermediate_size": int(inner or 0),
         "num_hidden_layers": size("n_layers", "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": int(groups) if latent is None else heads,
@@ -312,7 +320,13 @@ def _layers(row: dict[str, str], width: int, known: dict[str, Any]) -> dict[str,
 
 def _precision(row: dict[str, str], assumed: list[str]) -> str:
     text = row.get("precision", "").lower()
-    for word, precision in (("nvfp4", "nvfp4"), ("mxfp8", "mxfp8"), ("fp8-mx", "mxfp8"), ("fp8", "fp8"), ("float8", "fp8")):
+    for word, precision in (
+        ("nvfp4", "nvfp4"),
+        ("mxfp8", "mxfp8"),
+        ("fp8-mx", "mxfp8"),
+        ("fp8", "fp8"),
+        ("float8", "fp8"),
+    ):
         if word in text:
             return precision
     for precision in ("bf16", "fp16"):
@@ -326,9 +340,7 @@ def _precision(row: dict[str, str], assumed: list[str]) -> str:
     raise Skip(f"unknown precision '{row['precision']}'")
 
 
-def _layout(
-    row: dict[str, str], spec: ModelSpec, gpus: int, family: str, notes: str, assumed: list[str]
-) -> Layout:
+def _layout(row: dict[str, str], spec: ModelSpec, gpus: int, family: str, notes: str, assumed: list[str]) -> Layout:
     tp, pp, cp = (_whole(row, name) for name in ("tp", "pp", "cp"))
     ep = int(_number(row.get("ep", "")) or 1)
     if gpus % (tp * pp * cp):

@@ -25,16 +25,22 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of `meshwright plan`."""
     parser.add_argument("--model", metavar="PRESET|FOLDER|CONFIG.JSON", help="a preset, a Hugging Face folder or file")
     parser.add_argument("--cluster", required=True, metavar="64xh100|FILE|here", help="the machines")
-    parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)")
+    parser.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)"
+    )
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: about 4M tokens)")
     parser.add_argument("--precision", default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or float32")
-    parser.add_argument("--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus")
+    parser.add_argument(
+        "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
+    )
     parser.add_argument("--strategy", metavar="STRATEGY", help="estimate this one instead of searching")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="with --strategy: samples of a forward pass")
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole training, such as 1e12 or 2T: days and cost")
     parser.add_argument("--price", type=float, metavar="X", help="money for a chip and hour")
     parser.add_argument("--ask", choices=ASKED, help="an inverse question: what is the most that fits")
-    parser.add_argument("--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval")
+    parser.add_argument(
+        "--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval"
+    )
     parser.add_argument("--interval", type=float, metavar="S", help="with --spot: seconds between checkpoints")
     parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
@@ -144,7 +150,11 @@ def _inverse(ask: str, made: Plan) -> dict[str, object]:
     question = made.question
     if ask == "fewest-gpus":
         gpus = question.cluster.gpus
-        return {"question": ask, "answer": gpus, "text": f"fewest GPUs on which it fits: {gpus} ({made.shown.strategy})"}
+        return {
+            "question": ask,
+            "answer": gpus,
+            "text": f"fewest GPUs on which it fits: {gpus} ({made.shown.strategy})",
+        }
     found: tuple[object, object] | None
     if ask == "longest-sequence":
         found = inverse.longest_sequence(question)
@@ -156,8 +166,13 @@ def _inverse(ask: str, made: Plan) -> dict[str, object]:
         return {"question": ask, "answer": None, "text": f"{ask}: nothing fits"}
     value, candidate = found
     words = ask.replace("-", " ")
-    strategy = candidate.strategy  # type: ignore[attr-defined]
-    return {"question": ask, "answer": value, "strategy": str(strategy), "text": f"{words} that fits: {value} ({strategy})"}
+    strategy = candidate.strategy
+    return {
+        "question": ask,
+        "answer": value,
+        "strategy": str(strategy),
+        "text": f"{words} that fits: {value} ({strategy})",
+    }
 
 
 def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:

@@ -73,18 +73,28 @@ def find_chip(name: str) -> Chip:
     raise UserError(
         f"unknown chip '{name}'{nearest(plain, known)}; known: {', '.join(known)}. "
         "To describe another one, write a cluster file (docs/plan.md): "
-        '[chip] name, memory_mib, memory_bandwidth, tflops = {bf16 = ...}, link, domain, node, nic'
+        "[chip] name, memory_mib, memory_bandwidth, tflops = {bf16 = ...}, link, domain, node, nic"
     )
 
 
 def make_chip(key: str, facts: Mapping[str, Any]) -> Chip:
     """A chip of a table; what is missing or impossible is a UserError that names it."""
-    values = {"aliases": (), "source": "given", "name": key, "host_gib": 128, "units": 100, "domain": 8, "node": 8}
+    values: dict[str, Any] = {
+        "aliases": (),
+        "source": "given",
+        "name": key,
+        "host_gib": 128,
+        "units": 100,
+        "domain": 8,
+        "node": 8,
+    }
     values |= dict(facts)
     names = {one.name for one in fields(Chip)} - {"key"}
     for name in values:
         if name not in names:
-            raise UserError(f"chip '{key}': unknown key '{name}'{nearest(name, names)}; it has {', '.join(sorted(names))}")
+            raise UserError(
+                f"chip '{key}': unknown key '{name}'{nearest(name, names)}; it has {', '.join(sorted(names))}"
+            )
     missing = sorted(names - values.keys())
     if missing:
         raise UserError(f"chip '{key}': {', '.join(missing)} missing; give them as numbers")

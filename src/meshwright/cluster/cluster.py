@@ -61,7 +61,12 @@ class Cluster:
 def of_chip(chip: Chip, gpus: int, **changes: Any) -> Cluster:
     """A cluster of the machines in which a chip is usually sold."""
     node = min(chip.node, gpus)
-    values: dict[str, Any] = {"node": node, "domain": min(chip.domain, max(gpus, 1)), "link": chip.link, "nic": chip.nic}
+    values: dict[str, Any] = {
+        "node": node,
+        "domain": min(chip.domain, max(gpus, 1)),
+        "link": chip.link,
+        "nic": chip.nic,
+    }
     values |= {"host_gib": chip.host_gib} | changes
     return Cluster(chip=chip, gpus=gpus, **values)
 
@@ -84,7 +89,12 @@ def parse_cluster(text: str) -> Cluster:
         raise UserError(f"--cluster={text} has no chips; use at least 1x{chip.key}")
     if nodes is None:
         return of_chip(chip, int(count))
-    return of_chip(chip, int(nodes) * int(count), node=int(count), domain=max(int(count), min(chip.domain, int(nodes) * int(count)) if chip.domain > chip.node else int(count)))
+    return of_chip(
+        chip,
+        int(nodes) * int(count),
+        node=int(count),
+        domain=max(int(count), min(chip.domain, int(nodes) * int(count)) if chip.domain > chip.node else int(count)),
+    )
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -99,7 +109,7 @@ def read_cluster(path: Path) -> Cluster:
         if key not in _FILE_KEYS:
             raise UserError(f"{path}: unknown key '{key}'{nearest(key, _FILE_KEYS)}; it has {', '.join(_FILE_KEYS)}")
     if "chip" not in table or "nodes" not in table:
-        raise UserError(f"{path}: chip and nodes are needed, such as chip = \"h100\" and nodes = 8")
+        raise UserError(f'{path}: chip and nodes are needed, such as chip = "h100" and nodes = 8')
     named = table["chip"]
     chip = make_chip(str(named.get("name", "own")), named) if isinstance(named, dict) else find_chip(str(named))
     node = table.get("gpus_per_node", chip.node)
@@ -114,7 +124,9 @@ def read_cluster(path: Path) -> Cluster:
             values[key] = table[key]
     reserve = table.get("reserve_gib", 0.0)
     if not isinstance(reserve, int | float) or not 0 <= reserve < chip.memory_mib / 1024:
-        raise UserError(f"{path}: reserve_gib={reserve!r} must be from 0 to the chip's {chip.memory_mib / 1024:.0f} GiB")
+        raise UserError(
+            f"{path}: reserve_gib={reserve!r} must be from 0 to the chip's {chip.memory_mib / 1024:.0f} GiB"
+        )
     if "domain" not in values:
         values["domain"] = node if chip.domain <= chip.node else min(chip.domain, node * table["nodes"])
     return of_chip(chip, node * table["nodes"], reserve_gib=float(reserve), note=str(path), **values)
@@ -129,7 +141,8 @@ def this_machine() -> Cluster:
             if words in names[0].lower().replace(" ", ""):
                 return of_chip(chip, len(names), node=len(names), note=f"this machine: {names[0]}")
         raise UserError(
-            f"this machine has {len(names)} x {names[0]}, which is in no table; describe it in a cluster file (docs/plan.md)"
+            f"this machine has {len(names)} x {names[0]}, which is in no table; "
+            "describe it in a cluster file (docs/plan.md)"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gib = _host_gib()

@@ -229,12 +229,10 @@ def plan(
     fewer = _fewer(question, best) if compare and best is not None else ()
     if best is None and found.nearest is not None:
         found.nearest = in_full(question, found.nearest)
-    candidates = tuple(
-        sorted(
-            {str((one.strategy, one.micro_batch)): one for one in (*([best] if best else []), *ranked, *_members(runners))}.values(),
-            key=lambda one: (not one.fits, one.score("throughput" if objective != "memory" else "memory")),
-        )
-    )  # fmt: skip
+    others = [*([best] if best is not None else []), *ranked, *_members(runners)]
+    distinct = {(str(one.strategy), one.micro_batch): one for one in others}
+    by = "memory" if objective == "memory" else "throughput"
+    candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
     return Plan(question, name, best, candidates, runners, fewer, found, tokens)
 
 
@@ -338,7 +336,9 @@ def _fewer(question: Question, best: Candidate) -> tuple[Candidate, ...]:
 def fewest_gpus(question: Question) -> Cluster:
     """The smallest part of the cluster on which something fits."""
     node, gpus = question.cluster.node, question.cluster.gpus
-    counts = sorted({*(1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus), *range(node, gpus + 1, node)})
+    counts = sorted(
+        {*(1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus), *range(node, gpus + 1, node)}
+    )
     low, high = -1, len(counts) - 1
 
     def fits(count: int) -> bool:

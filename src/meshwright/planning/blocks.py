@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from meshwright.models.spec import ModelSpec
 
-
-Inputs, Output = ParamSpec("Inputs"), TypeVar("Output")
+Inputs = ParamSpec("Inputs")
+Output = TypeVar("Output")
 
 
 def remembered(function: Callable[Inputs, Output]) -> Callable[Inputs, Output]:
-    """Results kept by the identity of the spec and the other arguments: hashing a spec would take longer than the sums."""
+    """Results kept by the identity of the spec and the other arguments: hashing a spec takes longer than the sums."""
     kept: dict[Any, tuple[Any, Output]] = {}
 
     @wraps(function)
@@ -77,7 +77,6 @@ class Work:
     """Elements of keys and values that context-parallel ranks pass around."""
     qo_elements: float = 0.0
     """Elements of queries and outputs, which all-to-all context parallel exchanges too."""
-
 
     @cached_property
     def widest(self) -> float:
@@ -257,7 +256,7 @@ def layer_parameters(spec: ModelSpec, sparse: bool, tp: int, ep: int, expert_tp:
 
 @remembered
 def ends_parameters(spec: ModelSpec, tp: int) -> tuple[float, float]:
-    """Parameters of the model's first and last part on one rank: embeddings; last norm and head (tied weights twice)."""
+    """Parameters of the model's ends on one rank: embeddings; last norm and head (tied weights are in both)."""
     table = spec.vocab_size * spec.hidden_size / tp
     first = table + (spec.max_position_embeddings * spec.hidden_size if spec.positions == "learned" else 0)
     last = spec.hidden_size * (2 if spec.norm == "layernorm" else 1) + table

@@ -47,7 +47,11 @@ def _tried(question: Question, candidate: Candidate) -> Iterator[tuple[str, Stra
     strategy, micro_batch = candidate.strategy, candidate.micro_batch
     layers = question.spec.num_hidden_layers
     if strategy.recompute == "none":
-        yield "recompute norms and activations (recompute=selective)", replace(strategy, recompute="selective"), micro_batch
+        yield (
+            "recompute norms and activations (recompute=selective)",
+            replace(strategy, recompute="selective"),
+            micro_batch,
+        )
         count = _fewest_layers(question, candidate)
         if count is not None:
             word = "full" if count == layers else f"first:{count}"
@@ -58,7 +62,11 @@ def _tried(question: Question, candidate: Candidate) -> Iterator[tuple[str, Stra
     for zero in range(strategy.zero + 1, 4):
         if many:
             sharded = replace(strategy, zero=zero, shard=strategy.dp, replicate=1)
-            yield f"shard {('', 'optimizer state', 'gradients too', 'parameters too')[zero]} (zero={zero})", sharded, micro_batch
+            yield (
+                f"shard {('', 'optimizer state', 'gradients too', 'parameters too')[zero]} (zero={zero})",
+                sharded,
+                micro_batch,
+            )
     if micro_batch > 1:
         yield f"micro-batch {micro_batch // 2} instead of {micro_batch}", strategy, micro_batch // 2
     for axis in ("tp", "pp", "cp"):
@@ -66,7 +74,11 @@ def _tried(question: Question, candidate: Candidate) -> Iterator[tuple[str, Stra
         if doubled is not None:
             yield f"{axis}={getattr(doubled, axis)} instead of {getattr(strategy, axis)}", doubled, micro_batch
     if strategy.offload == "none":
-        yield "keep optimizer state in host memory (offload=optimizer)", replace(strategy, offload="optimizer"), micro_batch
+        yield (
+            "keep optimizer state in host memory (offload=optimizer)",
+            replace(strategy, offload="optimizer"),
+            micro_batch,
+        )
 
 
 def _fewest_layers(question: Question, candidate: Candidate) -> int | None:

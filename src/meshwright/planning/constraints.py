@@ -46,7 +46,9 @@ def parse_constraints(texts: Iterable[str]) -> tuple[Constraint, ...]:
     for word in " ".join(texts).replace(",", " ").split():
         match = re.fullmatch(r"([a-z_]+)(<=|>=|!=|=|<|>)(.+)", word)
         if match is None:
-            raise UserError(f"constraint '{word}' is not KEY=VALUE, KEY<=NUMBER or KEY>=NUMBER, such as tp<=8 or zero=3")
+            raise UserError(
+                f"constraint '{word}' is not KEY=VALUE, KEY<=NUMBER or KEY>=NUMBER, such as tp<=8 or zero=3"
+            )
         key, sign, value = match.groups()
         if key in NUMBERS:
             if not value.isdecimal():

@@ -67,7 +67,9 @@ def explain(plan: Plan) -> list[str]:
         f"{term} ({size / GIB:.1f} GiB); up to {FITS:.0%} counts as safe"
     )
     share = {name: getattr(best.parts, name) / best.step_s for name in PARTS}
-    spent = sorted((name for name in share if name != "compute" and share[name] >= 0.005), key=lambda name: -share[name])
+    spent = sorted(
+        (name for name in share if name != "compute" and share[name] >= 0.005), key=lambda name: -share[name]
+    )
     rest = ", ".join(f"{PARTS[name]} {share[name]:.1%}" for name in spent) or "nothing else of note"
     lines.append(f"of the step {share['compute']:.1%} is compute; beside it {rest}")
     for runner in plan.runners:
@@ -77,8 +79,7 @@ def explain(plan: Plan) -> list[str]:
         if runner.change is not None:
             line += f"; cheapest change that makes it fit: {runner.change}"
         lines.append(line)
-    for other in plan.fewer:
-        lines.append(_fewer(best, other))
+    lines.extend(_fewer(best, other) for other in plan.fewer)
     return lines
 
 
@@ -88,7 +89,9 @@ def _fewer(best: Candidate, other: Candidate) -> str:
     time = other.step_s / best.step_s
     work = time * gpus / all_gpus - 1
     verdict = "the same work for less" if work < -0.02 else "as efficient" if work < 0.02 else "less efficient"
-    return f"on {gpus} GPUs ({other.strategy}) a step takes {time:.2f} times as long and {work:+.1%} GPU-hours: {verdict}"
+    return (
+        f"on {gpus} GPUs ({other.strategy}) a step takes {time:.2f} times as long and {work:+.1%} GPU-hours: {verdict}"
+    )
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
@@ -102,7 +105,5 @@ def _nothing_fits(plan: Plan) -> list[str]:
     ]
     if memory.host > memory.host_capacity:
         lines.append(f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB a chip")
-    for runner in plan.runners:
-        if runner.change is not None:
-            lines.append(f"cheapest change that makes it fit: {runner.change}")
-    return lines
+    changes = [runner.change for runner in plan.runners if runner.change is not None]
+    return [*lines, *(f"cheapest change that makes it fit: {change}" for change in changes)]

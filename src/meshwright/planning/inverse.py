@@ -1,4 +1,4 @@
-"""Inverse questions: the fewest chips, the longest sequence, the largest micro-batch, the largest model; spot machines."""
+"""Inverse questions: the longest sequence, the largest micro-batch, the largest model; what interruptions cost."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
 def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> Memory:
     """The peaks of every pipeline rank.
 
-    `quick` leaves out ranks that cannot be the fullest. `floor` counts of the states only the shards that a rank updates,
-    which no ZeRO stage is below, and nothing that only some of them have.
+    `quick` leaves out ranks that cannot be the fullest. `floor` counts of the states only the shards that a rank
+    updates, which no ZeRO stage is below, and nothing that only some of them have.
     """
     layout = scenario.layout
     micro_steps = max(1, round(scenario.micro_steps))
@@ -233,7 +233,7 @@ def _rank(
     # Logits and the layer at work have their peaks at different times.
     logits, working = (logits, 0.0) if logits > working else (0.0, working)
     groups = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
-    held = sum(states) + attention + feed_forward + inputs + working + logits + buffers
+    in_use = sum(states) + attention + feed_forward + inputs + working + logits + buffers
     return Terms(
         parameters=states[0],
         gathered=states[1],
@@ -245,7 +245,7 @@ def _rank(
         working=working,
         logits=logits,
         buffers=buffers,
-        fragmentation=software.fragmentation * (held - states[3]),
+        fragmentation=software.fragmentation * (in_use - states[3]),
         communicators=groups * software.group_gib * GIB,
         context=software.context_gib * GIB,
     )
@@ -268,7 +268,12 @@ def _states(
         return own * wide if layout.offload != "parameters" else 0.0, 0.0, own * gradient, optimizer
     casts = kept * narrow if software.cast_copy and scenario.precision != "float32" else 0.0
     if layout.zero < 2 or layout.state_ranks == 1:
-        return whole * wide, casts, whole * gradient, (optimizer if layout.zero else whole * moments * (layout.offload == "none"))
+        return (
+            whole * wide,
+            casts,
+            whole * gradient,
+            (optimizer if layout.zero else whole * moments * (layout.offload == "none")),
+        )
     stored = own * wide if layout.offload != "parameters" else 0.0
     if layout.zero == 2:
         gradients = (whole if layout.pp > 1 and software.cast_copy else own + largest) * gradient

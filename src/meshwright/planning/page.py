@@ -38,7 +38,9 @@ def page(plan: Plan) -> str:
             _bar({TERMS[name]: getattr(terms, name) / GIB for name in TERMS}, best.memory.capacity / GIB, "GiB"),
             "<h2>Memory by pipeline rank</h2>",
             *(
-                _bar({TERMS[name]: getattr(one, name) / GIB for name in TERMS}, best.memory.capacity / GIB, "GiB", False)
+                _bar(
+                    {TERMS[name]: getattr(one, name) / GIB for name in TERMS}, best.memory.capacity / GIB, "GiB", False
+                )
                 for one in best.memory.stages
             ),
             "<h2>A step</h2>",
@@ -81,7 +83,9 @@ def _bar(sizes: dict[str, float], whole: float, unit: str, legend: bool = True) 
     for index, (name, size) in enumerate(shown):
         colour, wide = COLOURS[index % len(COLOURS)], size / whole * width
         label = escape(f"{name}: {size:.3g} {unit}")
-        drawn.append(f'<rect x="{place:.1f}" width="{wide:.1f}" height="26" fill="{colour}"><title>{label}</title></rect>')
+        drawn.append(
+            f'<rect x="{place:.1f}" width="{wide:.1f}" height="26" fill="{colour}"><title>{label}</title></rect>'
+        )
         words.append(f'<span style="color:{colour}">&#9632;</span> {label}')
         place += wide
     frame = f'<rect width="{width:.0f}" height="26" fill="none" stroke="#999"/>'
@@ -98,8 +102,9 @@ def _schedule(candidate: Candidate) -> str:
     drawn = []
     for rank, row in enumerate(spans):
         for label, start, stop in row:
+            place, wide, colour = start / end * 1000, (stop - start) / end * 1000, colours[label[0]]
             drawn.append(
-                f'<rect x="{start / end * 1000:.2f}" y="{rank * 16}" width="{(stop - start) / end * 1000:.2f}" height="14" '
-                f'fill="{colours[label[0]]}" stroke="#fff" stroke-width=".4"><title>rank {rank} {label}</title></rect>'
+                f'<rect x="{place:.2f}" y="{rank * 16}" height="14" width="{wide:.2f}" fill="{colour}" stroke="#fff" '
+                f'stroke-width=".4"><title>rank {rank} {label}</title></rect>'
             )
     return f'<svg viewBox="0 0 1000 {len(spans) * 16}" width="1000" role="img">{"".join(drawn)}</svg>'

@@ -51,14 +51,19 @@ def rank_work(schedule: str, ranks: int, times: StageTimes) -> list[float]:
 def shortest(schedule: str, ranks: int, micro_batches: float, times: StageTimes) -> float:
     """A time that no schedule of these stages can go below.
 
-    A rank's first pass waits for those before it, and after its last one the gradient still goes back through them; in
-    between it has its own work to do.
+    A rank's first pass waits for those before it. Then it has its own work to do, and after its last gradient of an
+    input that gradient still goes back through the ranks before it; gradients of weights may come later.
     """
     work = rank_work(schedule, ranks, times)
-    before, longest = 0.0, 0.0
+    late = [0.0] * ranks
+    for stage, rank in enumerate(placement_of(schedule, ranks)):
+        late[rank] += times.weights[stage]
+    there = back = longest = 0.0
     for rank in range(ranks):
-        longest = max(longest, micro_batches * work[rank] + before)
-        before += times.forward[rank] + times.backward[rank] + 2 * times.transfer
+        waited = micro_batches * (work[rank] - late[rank]) + back
+        longest = max(longest, there + max(micro_batches * work[rank], waited))
+        there += times.forward[rank] + times.transfer
+        back += times.backward[rank] + times.transfer
     return longest
 
 

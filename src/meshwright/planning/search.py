@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import log2, sqrt
 from math import log as ln
+from math import log2, sqrt
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import UserError
@@ -171,6 +171,7 @@ class Space:
 
     def __init__(self, question: Question) -> None:
         self.question = question
+        self._holds: dict[tuple[Degrees, str, int], bool] = {}
 
     def degrees(self) -> Iterator[Degrees]:
         """Degrees and micro-batches that fill the cluster and divide the batch."""
@@ -179,7 +180,12 @@ class Space:
         heads, groups = spec.num_attention_heads, spec.num_key_value_heads
         for tp in divisors(world):
             # Tensor parallel stays within the fast links: its collectives stand in every layer's way.
-            if tp > question.cluster.domain or heads % tp or (groups % tp and tp % groups) or not question.allows(tp=tp):
+            if (
+                tp > question.cluster.domain
+                or heads % tp
+                or (groups % tp and tp % groups)
+                or not question.allows(tp=tp)
+            ):
                 continue
             if question.sequence_length % tp or spec.intermediate_size % tp or spec.vocab_size < tp:
                 continue
@@ -193,16 +199,17 @@ class Space:
                     if question.global_batch % dp or not question.allows(dp=dp):
                         continue
                     for ep in self._expert_degrees(dp):
-                        for micro_batch in MICRO_BATCHES:
+                        # Who splits sequences has no room for several of them at once.
+                        for micro_batch in MICRO_BATCHES if cp == 1 else (1,):
                             if question.global_batch % (dp * micro_batch) == 0 and question.allows(
                                 ep=ep, micro_batch=micro_batch
                             ):
                                 yield Degrees(tp, pp, cp, dp, ep, micro_batch)
 
     def _context_fits(self, cp: int, tp: int) -> bool:
-        """Context parallel in powers of two, with at least 512 tokens in each half of a rank's part."""
+        """Context parallel in powers of two, with at least 2048 tokens for each rank."""
         return cp == 1 or (cp & (cp - 1) == 0 and self.question.sequence_length % (2 * cp * tp) == 0
-                           and self.question.sequence_length // cp >= 1024)  # fmt: skip
+                           and self.question.sequence_length // cp >= 2048)  # fmt: skip
 
     def _expert_degrees(self, dp: int) -> list[int]:
         experts = self.question.spec.experts
@@ -210,26 +217,49 @@ class Space:
             return [1]
         return [ep for ep in divisors(dp) if experts.num_experts % ep == 0]
 
-    def rest(self, degrees: Degrees) -> Iterator[tuple[int, int, str, str, str]]:
-        """(zero, shard, schedule, layers, cp_method) for degrees."""
-        question, dp, pp = self.question, degrees.dp, degrees.pp
+    def states(self, degrees: Degrees) -> Iterator[tuple[int, int, str]]:
+        """(zero, shard, cp_method) for degrees."""
+        question, dp = self.question, degrees.dp
         for zero in self.zero_stages(degrees, "none"):
             for shard in self._shards(degrees, zero):
-                if not question.allows(shard=shard, replicate=dp // shard):
-                    continue
-                for schedule in self._schedules(pp, zero, dp * degrees.cp):
-                    for layers in self.splits(pp, schedule):
-                        for method in ("ring", "ulysses") if degrees.cp > 1 else ("ring",):
-                            if question.allows(schedule=schedule, layers=layers, cp_method=method):
-                                yield zero, shard, schedule, layers, method
+                if question.allows(shard=shard, replicate=dp // shard):
+                    for method in ("ring", "ulysses") if degrees.cp > 1 else ("ring",):
+                        if question.allows(cp_method=method):
+                            yield zero, shard, method
+
+    def orders(self, degrees: Degrees, zero: int) -> Iterator[tuple[str, str]]:
+        """(schedule, layers) for degrees."""
+        for schedule in self._schedules(degrees.pp, zero, degrees.dp * degrees.cp):
+            for layers in self.splits(degrees.pp, schedule):
+                if self.question.allows(schedule=schedule, layers=layers):
+                    yield schedule, layers
 
     def zero_stages(self, degrees: Degrees, offload: str) -> list[int]:
         """Stages that make sense with some degrees, the least sharded first."""
         many = degrees.dp * degrees.cp > 1
         least = 2 if offload == "parameters" else 0
-        return [
-            zero for zero in range(4) if zero >= least and (zero == 0 or many) and self.question.allows(zero=zero)
-        ]
+        return [zero for zero in range(4) if zero >= least and (zero == 0 or many) and self.question.allows(zero=zero)]
+
+    def may_hold(self, degrees: Degrees, offload: str, zero: int) -> bool:
+        """Whether a ZeRO stage can fit: with all recompute, the schedule that holds least, state spread furthest."""
+        key = degrees, offload, zero
+        if key not in self._holds:
+            self._holds[key] = any(
+                memory_of(self.question.scenario(layout, degrees.micro_batch), quick=True).verdict == "fits"
+                for layout in self._smallest(degrees, offload, zero)
+            )
+        return self._holds[key]
+
+    def _smallest(self, degrees: Degrees, offload: str, zero: int) -> Iterator[Layout]:
+        for layers in self.splits(degrees.pp, "1f1b"):
+            yield replace(
+                _plain(degrees),
+                zero=zero,
+                shard=degrees.dp if zero else 1,
+                offload=offload,
+                layers=layers,
+                recompute=most_recompute(self.question),
+            )
 
     def _shards(self, degrees: Degrees, zero: int) -> list[int]:
         """State is shared by all data ranks, or by those within the fast links with copies across them."""
@@ -293,14 +323,12 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
             if timed and degrees.bound >= best:
                 bounded += len(pending) - index
                 break
-            if timed and offload != "none" and degrees.bound + _offload_floor(question) >= best:
+            if timed and offload != "none" and _with_offload(question, degrees) >= best:
                 bounded += 1
                 continue
+            if not any(space.may_hold(degrees, offload, zero) for zero in space.zero_stages(degrees, offload)):
+                continue
             least = _Least(question, space, degrees, offload)
-            if not least.layouts:
-                continue
-            if not least.may_fit(least.most_recompute):
-                continue
             if timed and bound_with_memory(question, degrees, least) >= best:
                 bounded += 1
                 continue
@@ -339,6 +367,8 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
             break
         timer: Timer | None = None
         for zero in space.zero_stages(degrees, "none"):
+            if not space.may_hold(degrees, "none", zero):
+                continue
             for recompute in ("none", "selective", "full"):
                 layout = replace(_plain(degrees), zero=zero, shard=degrees.dp if zero else 1, recompute=recompute)
                 weight = 1 + FEATURE * count_features(layout)
@@ -373,8 +403,8 @@ def _no_degrees(question: Question) -> str:
             "drop one of them, or change the batch so that data parallel ranks divide it"
         )
     return (
-        f"a global batch of {batch} cannot be dealt out to {gpus} GPUs: what tensor, pipeline and context parallel leave "
-        f"must divide it; use a multiple of {gpus}, or of a large divisor of it"
+        f"a global batch of {batch} cannot be dealt out to {gpus} GPUs: what tensor, pipeline and context parallel "
+        f"leave must divide it; use a multiple of {gpus}, or of a large divisor of it"
     )
 
 
@@ -382,8 +412,8 @@ def bound_of(question: Question, degrees: Degrees, again: float = 0.0, features:
     """A score that no strategy with these degrees can be below; with so many seconds of recompute in all layers.
 
     The slowest pipeline rank computes at least its share of all layers, for every micro-batch, with what tensor and
-    expert parallel add. Context parallel, sums over data ranks, gaps in the pipeline, the optimizer and offload only add
-    to that.
+    expert parallel add. Context parallel, sums over data ranks, gaps in the pipeline, the optimizer and offload only
+    add to that.
     """
     timer = Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
     software = timer.software
@@ -421,10 +451,11 @@ def bound_with_memory(question: Question, degrees: Degrees, least: _Least) -> fl
     return bound_of(question, degrees, min(again, cheap) if least.may_fit("selective") else again, features)
 
 
-def _offload_floor(question: Question) -> float:
-    """Seconds that an offloaded optimizer takes at least, with its state shared among all ranks."""
-    total = count_parameters(question.spec).total
-    return total / question.cluster.gpus * OFFLOAD_S
+def _with_offload(question: Question, degrees: Degrees) -> float:
+    """The bound with two more features, and the least that an offloaded optimizer takes: shared among all ranks."""
+    axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
+    seconds = count_parameters(question.spec).total / question.cluster.gpus * OFFLOAD_S
+    return (degrees.bound / (1 + FEATURE * axes) + seconds) * (1 + FEATURE * (axes + 2))
 
 
 def _layer_kinds(spec: ModelSpec) -> list[tuple[bool, int]]:
@@ -457,9 +488,7 @@ class _Choice:
     """A score below which recompute cannot bring it."""
 
 
-def _choices(
-    question: Question, space: Space, degrees: Degrees, offload: str, best: float
-) -> Iterator[Candidate]:
+def _choices(question: Question, space: Space, degrees: Degrees, offload: str, best: float) -> Iterator[Candidate]:
     """Candidates with these degrees that fit and may be better than the best."""
     timer = Timer(question.scenario(_plain(degrees), degrees.micro_batch), question.known)
     for choice in sorted(_rest_of(question, space, degrees, offload, timer, best), key=lambda one: one.rough):
@@ -482,30 +511,23 @@ def _choices(
 def _rest_of(
     question: Question, space: Space, degrees: Degrees, offload: str, timer: Timer, best: float
 ) -> Iterator[_Choice]:
-    for zero, shard, schedule, layers, method in space.rest(degrees):
-        if offload == "parameters" and (zero < 2 or degrees.dp * degrees.cp == 1):
+    """Choices that may fit and may be better than the best, without recompute."""
+    stages = [zero for zero in space.zero_stages(degrees, offload) if space.may_hold(degrees, offload, zero)]
+    for zero, shard, method in space.states(degrees):
+        if zero not in stages or (degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard):
             continue
-        if degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard:
-            continue
-        layout = Layout(
-            dp=degrees.dp,
-            tp=degrees.tp,
-            pp=degrees.pp,
-            cp=degrees.cp,
-            ep=degrees.ep,
-            expert_tp=degrees.tp,
-            zero=zero,
-            shard=shard,
-            sp=degrees.tp > 1,
-            schedule=schedule,
-            layers=layers,
-            cp_method=method,
-            offload=offload,
-        )
-        scenario = question.scenario(layout, degrees.micro_batch)
-        rough = timer.like(scenario).parts(simulate=False).total * (1 + FEATURE * count_features(layout))
-        if rough < best:
-            yield _Choice(layout, rough)
+        base = replace(_plain(degrees), zero=zero, shard=shard, cp_method=method, offload=offload)
+        weight = 1 + FEATURE * count_features(base)
+        if degrees.pp > 1:
+            floor = timer.like(question.scenario(base, degrees.micro_batch)).without_gaps()
+            if floor * weight >= best:
+                continue
+        for schedule, layers in space.orders(degrees, zero):
+            layout = replace(base, schedule=schedule, layers=layers)
+            scenario = question.scenario(layout, degrees.micro_batch)
+            rough = timer.like(scenario).parts(simulate=False).total * (1 + FEATURE * count_features(layout))
+            if rough < best:
+                yield _Choice(layout, rough)
 
 
 class _Least:
@@ -516,7 +538,7 @@ class _Least:
     """
 
     def __init__(self, question: Question, space: Space, degrees: Degrees, offload: str) -> None:
-        self.question, self.degrees = question, degrees
+        self.question, self.space, self.degrees = question, space, degrees
         stages = space.zero_stages(degrees, offload)
         self.layouts = [
             replace(_plain(degrees), zero=zero, shard=degrees.dp if zero else 1, offload=offload, layers=layers)
@@ -528,22 +550,16 @@ class _Least:
         """Whether nothing rules it out."""
         question, micro_batch = self.question, self.degrees.micro_batch
         return any(
-            memory_of(question.scenario(replace(layout, recompute=recompute), micro_batch), True, True).verdict == "fits"
+            memory_of(question.scenario(replace(layout, recompute=recompute), micro_batch), True, True).verdict
+            == "fits"
             for layout in self.layouts
         )
 
     def features(self) -> int:
         """Features that are needed whatever else: sharded state where copies do not fit, host memory."""
-        offloaded = 2 * (self.layouts[0].offload != "none")
-        whole = replace(self.layouts[0], zero=0, shard=1, layers="even", recompute=self.most_recompute)
-        memory = memory_of(self.question.scenario(whole, self.degrees.micro_batch), True)
-        # A layer split may help the last rank, so only what is far from fitting counts.
-        return offloaded + (memory.share > 1.0 + FITS and whole.dp * whole.cp > 1)
-
-    @property
-    def most_recompute(self) -> str:
-        """What saves the most of what is allowed."""
-        return most_recompute(self.question)
+        offload = self.layouts[0].offload
+        many = self.degrees.dp * self.degrees.cp > 1
+        return 2 * (offload != "none") + (many and not self.space.may_hold(self.degrees, offload, 0))
 
 
 def most_recompute(question: Question) -> str:
@@ -622,7 +638,7 @@ def _with_recompute(
 
 
 def _needed_layers(none: Memory, full: Memory, layers: float) -> float:
-    """Layers that the first pipeline rank must compute again at least: each saves the same, and needs room to work in."""
+    """Layers that must be computed again at least without a pipeline: each saves the same, and needs room to work."""
     before, after = none.stages[0], full.stages[0]
     save = before.total - after.total + 2 * after.working
     excess = before.total - FITS * none.capacity

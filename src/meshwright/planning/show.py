@@ -49,7 +49,9 @@ def table_of(plan: Plan) -> Table:
     if plan.tokens is not None:
         names += ["days", "cost"]
     for name in names:
-        table.add_column(name, justify="left" if name in ("strategy", "verdict") else "right", no_wrap=name == "strategy")
+        table.add_column(
+            name, justify="left" if name in ("strategy", "verdict") else "right", no_wrap=name == "strategy"
+        )
     for candidate in plan.candidates or (plan.shown,):
         finite = candidate.step_s < float("inf")
         verdict = candidate.memory.verdict
@@ -134,11 +136,21 @@ def placement(candidate: Candidate) -> str:
     """Where the axes lie: inside a machine or across machines."""
     strategy, cluster = candidate.strategy, candidate.scenario.cluster
     reach, lines = 1, []
-    axes = (("tp", strategy.tp), ("cp", strategy.cp), ("shard", strategy.shard), ("replicate", strategy.replicate), ("pp", strategy.pp))
+    axes = (
+        ("tp", strategy.tp),
+        ("cp", strategy.cp),
+        ("shard", strategy.shard),
+        ("replicate", strategy.replicate),
+        ("pp", strategy.pp),
+    )
     for axis, degree in axes:
         if degree > 1:
             inside = max(1, min(degree, cluster.domain // reach))
-            where = "within the fast links" if inside >= degree else f"{inside} within the fast links, {degree // inside} across"
+            where = (
+                "within the fast links"
+                if inside >= degree
+                else f"{inside} within the fast links, {degree // inside} across"
+            )
             if inside == 1:
                 where = "across machines"
             lines.append(f"  {axis} = {degree}: every {reach} rank{'s' if reach > 1 else ''}, {where}")

@@ -1,4 +1,4 @@
-"""What is known of the software that trains: what it stores, what it overlaps, how fast it is. Data in `constants.toml`.
+"""What is known of the software that trains: what it stores and overlaps, how fast it is. Data in `constants.toml`.
 
 Facts (bytes that a framework keeps for a parameter) and fitted numbers (the share of a peak that is reached) are apart
 in that file, and each fitted number says what it was fitted on. No torch.

@@ -87,6 +87,8 @@ class Flow:
     times: StageTimes
     micro_steps: int
     work: float
+    mean: float
+    """Of all ranks' work."""
     slowest: int
     forward: float
     backward: float
@@ -211,8 +213,10 @@ class Timer:
         backward = total - weights
         result = Layer(forward, backward, weights)
         result.tp_forward, tp_backward = self._tensor(work)
-        result.ep_forward = software.ep_exposed * 2 * self.links.exchange(
-            self.ep_group, work.exchanged * scenario.element, self._copies()
+        result.ep_forward = (
+            software.ep_exposed
+            * 2
+            * self.links.exchange(self.ep_group, work.exchanged * scenario.element, self._copies())
         )
         result.cp_forward, cp_backward = self._context(work, attention_forward, attention_backward)
         result.tp = result.tp_forward + tp_backward
@@ -232,7 +236,7 @@ class Timer:
         return experts.num_experts_per_tok if experts is not None else 1
 
     def _tensor(self, work: Work) -> tuple[float, float]:
-        """Exposed seconds of tensor-parallel collectives, forward and backward: two sums each, or gathers and scatters."""
+        """Exposed seconds of tensor-parallel collectives, forward and backward: two sums each, or four halves."""
         if self.tp_group.size == 1:
             return 0.0, 0.0
         size = work.tp_elements * self.scenario.element
@@ -284,10 +288,16 @@ class Timer:
         """Seconds of a micro-batch in each stage."""
         return self._flow().times
 
+    def without_gaps(self) -> float:
+        """Seconds of the step if no rank ever waited for another and all had the same work: below any schedule."""
+        parts, flow = self.parts(simulate=False), self._flow()
+        return parts.total - parts.bubble - flow.micro_steps * (flow.work - flow.mean)
+
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
         layout = self.scenario.layout
-        sharded = (layout.zero, layout.shard, layout.offload) if layout.zero >= 2 else ()
+        every = layout.zero == 3 or (layout.zero == 2 and layout.pp == 1)
+        sharded = (layout.zero, layout.shard, layout.offload) if every else ()
         key = layout.schedule, layout.layers, layout.cp_method, layout.recompute, sharded
         if key not in self._flows:
             self._flows[key] = self._make_flow()
@@ -319,6 +329,7 @@ class Timer:
             times=times,
             micro_steps=max(1, round(scenario.micro_steps)),
             work=work[slowest],
+            mean=sum(work) / len(work),
             slowest=slowest,
             forward=sum(one.forward for one in own),
             backward=sum(one.backward + one.weights for one in own),
@@ -401,7 +412,9 @@ class Timer:
         if layout.zero == 2:
             # Gradients of every micro-batch are scattered; parameters stay gathered for the step.
             return 0.0, self._hide(
-                layers * self.links.half(self.shard_group, elements * software.reduce_bytes / layers), backward, 1 / layers
+                layers * self.links.half(self.shard_group, elements * software.reduce_bytes / layers),
+                backward,
+                1 / layers,
             )
         gather = layers * self.links.half(self.shard_group, elements * software.gather_bytes / layers)
         scatter = layers * self.links.half(self.shard_group, elements * software.reduce_bytes / layers)
