@@ -1,4 +1,4 @@
-"""What single change would make a choice fit, and what it costs: "recompute 6 of 80 layers: +3% time, -9.1 GiB"."""
+"""What change would make a choice fit, and what it costs: "recompute 6 of 80 layers: +3% time, -9.1 GiB"."""
 
 from __future__ import annotations
 
@@ -26,9 +26,26 @@ class Change:
 
 
 def cheapest_change(question: Question, candidate: Candidate) -> Change | None:
-    """The change that makes a failing choice fit at the least cost in time."""
-    fitting = [change for change in changes(question, candidate) if change.candidate.fits]
+    """The change that makes a failing choice fit at the least cost in time; where none does alone, two of them."""
+    single = list(changes(question, candidate))
+    fitting = [change for change in single if change.candidate.fits]
+    if not fitting:
+        fitting = [
+            replace(second, what=f"{first.what} and {second.what}", slower=_slower(second, candidate),
+                    saved_gib=_saved(second, candidate))
+            for first in single
+            for second in changes(question, first.candidate)
+            if second.candidate.fits
+        ]  # fmt: skip
     return min(fitting, key=lambda change: change.slower, default=None)
+
+
+def _slower(change: Change, candidate: Candidate) -> float:
+    return change.candidate.step_s / candidate.step_s - 1
+
+
+def _saved(change: Change, candidate: Candidate) -> float:
+    return (candidate.memory.peak - change.candidate.memory.peak) / GIB
 
 
 def changes(question: Question, candidate: Candidate) -> Iterator[Change]:
@@ -68,7 +85,8 @@ def _tried(question: Question, candidate: Candidate) -> Iterator[tuple[str, Stra
                 micro_batch,
             )
     if micro_batch > 1:
-        yield f"micro-batch {micro_batch // 2} instead of {micro_batch}", strategy, micro_batch // 2
+        for size in sorted({1, micro_batch // 2}, reverse=True):
+            yield f"micro-batch {size} instead of {micro_batch}", strategy, size
     for axis in ("tp", "pp", "cp"):
         doubled = _doubled(strategy, axis)
         if doubled is not None:
