@@ -37,6 +37,11 @@ SCALES = (
     (1 << 30, "over 2048 GPUs"),
 )
 FAMILIES = (
+    ("automodel", "fsdp"),
+    ("metaseq", "fsdp"),
+    ("fairscale", "fsdp"),
+    ("sagemaker", "fsdp"),
+    ("nanotron", "megatron"),
     ("megatron-deepspeed", "deepspeed"),
     ("deepspeed zero", "deepspeed"),
     ("deepspeed", "deepspeed"),
@@ -164,7 +169,10 @@ def run_of(number: int, row: dict[str, str], constants: Constants) -> Run:
     framework = row.get("framework", "").lower()
     family = next((family for word, family in FAMILIES if word in framework), None)
     if family is None:
-        raise Skip(f"unknown software '{row.get('framework', '')}'")
+        # What it does tells whose habits it has: whole matrices and sharded state, or split ones.
+        split = any(_number(row.get(axis, "")) not in (None, 1.0) for axis in ("tp", "pp"))
+        family = "megatron" if split else "fsdp"
+        assumed.append(f"as fast as {family}")
     gpus = _whole(row, "n_gpus")
     precision = _precision(row, assumed)
     layout = _layout(row, spec, gpus, family, notes, assumed)

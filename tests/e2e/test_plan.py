@@ -108,6 +108,13 @@ def test_inverse_questions() -> None:
     assert largest["asked"]["answer"]
 
 
+def test_a_rehearsal_counts_what_was_planned() -> None:
+    found = as_json(*SMALL, "--strategy", "dp=2 zero=3 tp=2 pp=2", "--micro-batch", "1", "--rehearse", "5")["rehearsal"]
+    assert found["counted_parameters"] == found["exact_parameters"]
+    assert found["counted_optimizer"] == found["exact_optimizer"]
+    assert found["planned_optimizer"] == pytest.approx(found["exact_optimizer"], rel=0.01)
+
+
 def test_days_cost_and_interruptions() -> None:
     found = as_json(*SMALL, "--tokens", "300B", "--price", "2", "--spot", "4")
     best = found["best"]

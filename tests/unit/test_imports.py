@@ -35,6 +35,8 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['train', 'train.stepz=1'])",
         "from meshwright.cli.main import main; main(['verify', '--model', 'tiny', '--parallel', 'dp=1 tp=3'])",
         "import meshwright.training.job, meshwright.data.prepare",
+        "import meshwright; meshwright.plan('tiny', '2xh100')",
+        "from meshwright.cli.main import main; main(['plan', '--model', 'tiny', '--cluster', '8xh100', '--json'])",
     ],
 )
 def test_nothing_heavy_is_imported(code: str) -> None:

@@ -42,6 +42,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval"
     )
     parser.add_argument("--interval", type=float, metavar="S", help="with --spot: seconds between checkpoints")
+    parser.add_argument(
+        "--rehearse", type=int, metavar="RANK", help="build that rank's split model and count (needs torch)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
     parser.add_argument("--emit", choices=("run",), help="write a run file for `meshwright train`")
@@ -101,6 +104,13 @@ def run(args: argparse.Namespace) -> int:
         said.append(str(answer["text"]))
         if facts is not None:
             facts["spot"] = answer
+    if args.rehearse is not None and made.best is not None:
+        from meshwright.planning.rehearse import rehearse
+
+        rehearsal = rehearse(made.best, args.rehearse)
+        said.append(str(rehearsal))
+        if facts is not None:
+            facts["rehearsal"] = vars(rehearsal)
     if args.html is not None:
         from meshwright.planning.page import page
 

@@ -17,6 +17,7 @@ def run_table(plan: Plan, data: str | None = None) -> dict[str, Any]:
     if best is None:
         raise UserError("nothing fits, so there is no run to write; meshwright plan says what comes nearest")
     question = plan.question
+    question.spec.check_buildable()
     name = plan.model.lower().replace("_", "-")
     model: dict[str, Any] = {"preset": name} if name in presets() else {"spec": _spec(plan)}
     steps = 1000

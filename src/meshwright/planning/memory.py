@@ -14,6 +14,8 @@ from meshwright.planning.blocks import Work
 from meshwright.planning.scenario import Scenario, Stages
 
 GIB = float(1 << 30)
+CPU_PROCESS_GIB, CPU_GROUP_GIB = 0.35, 0.01
+"""Of a rank on a CPU: the interpreter with PyTorch, and a group's sockets."""
 FITS = 0.90
 """Share of a chip's memory up to which a peak is called safe; from there to all of it is tight."""
 
@@ -233,6 +235,7 @@ def _rank(
     # Logits and the layer at work have their peaks at different times.
     logits, working = (logits, 0.0) if logits > working else (0.0, working)
     groups = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
+    is_gpu = scenario.cluster.chip.key != "cpu"
     in_use = sum(states) + attention + feed_forward + inputs + working + logits + buffers
     return Terms(
         parameters=states[0],
@@ -246,8 +249,8 @@ def _rank(
         logits=logits,
         buffers=buffers,
         fragmentation=software.fragmentation * (in_use - states[3]),
-        communicators=groups * software.group_gib * GIB,
-        context=software.context_gib * GIB,
+        communicators=groups * (software.group_gib if is_gpu else CPU_GROUP_GIB) * GIB,
+        context=(software.context_gib if is_gpu else CPU_PROCESS_GIB) * GIB,
     )
 
 

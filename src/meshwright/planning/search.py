@@ -56,6 +56,11 @@ class Question:
     software: str = "meshwright"
     known: Constants = field(default_factory=constants, compare=False, repr=False)
 
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model."""
+        return count_parameters(self.spec).total
+
     def allows(self, **found: int | str) -> bool:
         """Whether a choice meets the constraints so far."""
         return all(one.holds(found) for one in self.constraints)
@@ -454,7 +459,7 @@ def bound_with_memory(question: Question, degrees: Degrees, least: _Least) -> fl
 def _with_offload(question: Question, degrees: Degrees) -> float:
     """The bound with two more features, and the least that an offloaded optimizer takes: shared among all ranks."""
     axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
-    seconds = count_parameters(question.spec).total / question.cluster.gpus * OFFLOAD_S
+    seconds = question.parameters / question.cluster.gpus * OFFLOAD_S
     return (degrees.bound / (1 + FEATURE * axes) + seconds) * (1 + FEATURE * (axes + 2))
 
 
