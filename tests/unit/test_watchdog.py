@@ -205,7 +205,9 @@ def test_watchdog_ends_with_who_started_it(how: str, tmp_path: Path) -> None:
         assert process.returncode == 0
         return
     parent = (
-        f"import subprocess, time; p = subprocess.Popen({command!r}, stdin=open('/dev/zero')); print(p.pid, flush=True)"
+        "import os, subprocess; "
+        f"p = subprocess.Popen([*{command!r}, '--parent', str(os.getpid())], stdin=open('/dev/zero')); "
+        "print(p.pid, flush=True)"
     )
     started = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60)
     pid = int(started.stdout)
