@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -196,8 +197,8 @@ def test_watchdog_ends_with_who_started_it(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshwright.elastic.watchdog", str(tmp_path)]
     if how == "input":
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        _wait_until_ignored(process.pid, signal.SIGTERM)
         for number in (signal.SIGINT, signal.SIGTERM):
-            time.sleep(0.4)
             process.send_signal(number)
         time.sleep(0.5)
         assert process.poll() is None, "a stop signal is for the ranks, which it still watches"
@@ -218,6 +219,17 @@ def test_watchdog_ends_with_who_started_it(how: str, tmp_path: Path) -> None:
     if alive:
         os.kill(pid, signal.SIGKILL)
     assert not alive
+
+
+def _wait_until_ignored(pid: int, number: signal.Signals) -> None:
+    """Until a process has come so far that it ignores a signal."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        (mask,) = re.findall(r"SigIgn:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text())
+        if int(mask, 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{pid} does not ignore {number.name}")
 
 
 def test_watchdog_starts_fast(tmp_path: Path) -> None:
