@@ -34,6 +34,8 @@ from meshwright.observe.records import Records
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.training.hooks import Events, Hook, Metrics, StopOnSignal
 from meshwright.training.loop import TrainingLoop
+from meshwright.training.recover import Recover
+from meshwright.training.replicas import CheckReplicas
 
 SHAPES = {"demo": (8, 256), "tiny": (16, 64)}
 """Batch and sequence length of each model."""
@@ -108,7 +110,7 @@ def measure(name: str, corpus: Path, folder: Path, blocks: int, steps: int) -> l
     }
     interleave = Interleave(steps)
     console = Console(Terminal(file=io.StringIO()))
-    hooks = [Events(), StopOnSignal(), Records(), TensorBoard(), console, interleave]
+    hooks = [Events(), StopOnSignal(), Recover(), CheckReplicas(), Records(), TensorBoard(), console, interleave]
     TrainingLoop(load_config(None, [f"{key}={value}" for key, value in settings.items()]), hooks=hooks).train()
     return interleave.pairs
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.models.spec import ModelSpec
     from meshwright.parallel.norm import clip_grad_norm_
     from meshwright.parallel.parallelize import parallelize
+    from meshwright.planning.answer import plan
     from meshwright.strategy import Strategy
     from meshwright.trainer import Trainer, train
     from meshwright.training.loss import cross_entropy
@@ -32,6 +33,7 @@ __all__ = [
     "load_config",
     "load_model",
     "parallelize",
+    "plan",
     "save_hf",
     "train",
 ]
@@ -46,6 +48,7 @@ _HOME = {
     "load_config": "meshwright.config",
     "load_model": "meshwright.checkpoint.load_model",
     "parallelize": "meshwright.parallel.parallelize",
+    "plan": "meshwright.planning.answer",
     "save_hf": "meshwright.models.hf",
     "train": "meshwright.trainer",
 }

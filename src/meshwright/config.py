@@ -78,6 +78,8 @@ class DataSection(_Section):
     """Share of the sequences that training never sees and evaluation uses."""
     prefetch: int = free(2, ge=1)
     """How many steps' batches are made ahead in the background."""
+    bad_samples: Literal["stop", "skip"] = free("stop")
+    """A sample that cannot be read, or holds tokens that the model does not have: end the run, or go on without it."""
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
@@ -163,7 +165,7 @@ class PrecisionSection(_Section):
     hysteresis: int = Field(default=2, gt=0)
     """Dynamic loss scale: how many overflows are skipped before it is halved; counted anew after it doubles."""
     minimum: float = Field(default=1.0, gt=0)
-    """Dynamic loss scale: its lowest value; an overflow there ends the run."""
+    """Dynamic loss scale: its lowest value; an overflow there is a fault, see elastic.nonfinite."""
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
@@ -181,8 +183,28 @@ class ParallelSection(_Section):
 class CheckpointSection(_Section):
     every: int = free(500, ge=0)
     """Steps between checkpoints; one is always saved at the end. 0 saves at the end only."""
+    dir: str | None = free(None, min_length=1)
+    """Where checkpoints lie: a folder or s3://..., gs://... (pip install 'meshwright[s3]', 'meshwright[gs]'); None is
+    RUN_DIR/checkpoints. All machines must see it."""
+    background: bool = free(True)
+    """Write while training goes on: a step waits only until its state is copied to host memory."""
+    cpu_share: float | None = free(None, gt=0, le=1)
+    """Share of a core that the writing of a rank may take from the training; None is 0.03 where training computes on
+    the CPU, and 1 on a GPU, where cores have time."""
+    wait_s: float = free(30.0, ge=0)
+    """Seconds that a checkpoint which is due waits for the one before, still being written; then it is left out."""
     keep: int = free(2, ge=1)
-    """How many of the latest checkpoints stay."""
+    """How many of the latest checkpoints stay. Only those count that were read again and found whole."""
+    keep_every: int = free(0, ge=0)
+    """Checkpoints of steps that this divides stay for ever; 0 for none."""
+    keep_best: int = free(0, ge=0)
+    """How many of the best checkpoints by checkpoint.best stay as well."""
+    best: str = free("eval_loss", pattern=r"-?[a-z_]+")
+    """The metric of checkpoint.keep_best, less is better; with a minus before it more is."""
+    verify: bool = free(True)
+    """Read every checkpoint again after it was written; without it old checkpoints are never removed."""
+    fallback: int = free(2, ge=0)
+    """How many damaged checkpoints a resumed run may pass over to reach one that is whole."""
 
 
 class ElasticSection(_Section):
@@ -193,6 +215,12 @@ class ElasticSection(_Section):
     process with 0 is not a process of its own, as a debugger wants it."""
     same_step_failures: int = free(3, ge=1)
     """The run ends, with exit code 5, when the same step has failed this many times in a row."""
+    join_timeout_s: float = free(600.0, gt=0)
+    """Several machines: seconds that one waits until enough of them have met."""
+    quarantine_failures: int = free(3, ge=1)
+    """Several machines: one that was lost this many times within elastic.quarantine_window_s is not let in again."""
+    quarantine_window_s: float = free(600.0, gt=0)
+    """Several machines: the time in which losses of one are counted."""
     watchdog: bool = free(True)
     """Watch the ranks from a process of its own, and start them again when one of them holds up the others for ever."""
     first_timeout_s: float = free(480.0, gt=0)
@@ -214,6 +242,33 @@ class ElasticSection(_Section):
     """GiB that should be free on the disk of the run folder; 0 is no limit."""
     health_gpu_celsius: float = free(90.0, ge=0)
     """How hot a GPU may be; 0 is no limit. Errors of GPUs are always told."""
+    nonfinite: Literal["skip", "stop"] = free("skip")
+    """A loss or gradient that is NaN or infinite on any rank: skip the step on all of them, or end the run."""
+    bad_steps: int = free(3, ge=1)
+    """Skipped steps in a row after which the run goes back to its last good checkpoint and leaves out their samples."""
+    rollbacks: int = free(3, ge=0)
+    """How often the run may go back without getting past the step that went wrong; then it ends as diverged."""
+    skip_window: Literal["bad", "checkpoint"] = free("bad")
+    """Which samples are left out after going back: those of the bad steps, or all since the checkpoint."""
+    spike: float = free(0.0, ge=0)
+    """A loss this many deviations above the median of the last elastic.spike_window steps is a spike; 0 looks for none,
+    6 is a usual choice. The deviation is 1.4826 times the median distance from the median."""
+    spike_norm: float = free(0.0, ge=0)
+    """The same for the norm of the gradients."""
+    spike_window: int = free(128, ge=2)
+    """Steps with which a spike is compared; the first 16 steps have none."""
+    spike_steps: int = free(3, ge=1)
+    """Spikes in a row after which elastic.spike_policy=rollback goes back and =warn says so."""
+    spike_policy: Literal["warn", "skip", "rollback"] = free("warn")
+    """What a spike leads to: a line in events.jsonl; a skipped step (elastic.bad_steps of them lead back to a
+    checkpoint); or the way back after elastic.spike_steps of them."""
+    check_replicas_every: int = free(100, ge=0)
+    """Steps between comparisons of what several ranks hold alike, which must be the same bit for bit; also done before
+    every checkpoint. 0 never compares."""
+    replica_policy: Literal["rollback", "stop"] = free("rollback")
+    """What copies that differ lead to: back to the last checkpoint, or the end of the run."""
+    oom: Literal["stop", "retry"] = free("stop")
+    """When a rank runs out of memory: end the run, or start again with half the micro-batch and the same global one."""
 
 
 class ObserveSection(_Section):
@@ -221,6 +276,8 @@ class ObserveSection(_Section):
     """Steps between lines on the console when it is not a terminal."""
     tensorboard: bool = free(True)
     """Write TensorBoard files to DIR/tensorboard."""
+    ledger: bool = free(False)
+    """Write the samples that every step was fed to DIR/ledger.jsonl; docs/numbers.md says what that can prove."""
     wandb: bool = free(False)
     """Send metrics to Weights & Biases (pip install 'meshwright[wandb]'); WANDB_MODE=offline keeps them here."""
     sample: str | None = free(None)

@@ -32,6 +32,8 @@ class ExitCode(IntEnum):
     """A rank needs more memory than there is."""
     LOCKED = 8
     """Another process trains in the run folder."""
+    QUARANTINED = 9
+    """This machine was lost too often in a short time, and takes no further part in the run."""
     PREEMPTED = 75
     """Asked to stop, saved: the same command goes on from there."""
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
@@ -69,6 +71,10 @@ def play(kind: str) -> None:
         os._exit(int(amount or 1))
     elif name == "sleep":
         time.sleep(float(amount))
+    elif name == "limit":
+        # So much more address space, as `prlimit --as` would have it.
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + int(amount), resource.RLIM_INFINITY))
     elif name == "gil":
         # A match that takes for ever and never lets another thread run.
         re.match(r"(a?){40}a{40}", "a" * 40)

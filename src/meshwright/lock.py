@@ -20,6 +20,8 @@ from meshwright.errors import CheckpointError, ExitCode
 
 WAIT_S = 15.0
 """How long a start waits for the ranks of a launcher that was killed to end."""
+OWN_WAIT_S = 3.0
+"""How long a generation waits for an earlier one of the same launch, on a machine that was lost, to end."""
 
 
 class LockedError(CheckpointError):
@@ -89,7 +91,7 @@ def read_holder(path: Path) -> Fence | None:
 
 def take_lock(path: Path, fence: Fence) -> Lock:
     """The lock, once it is free; waits for a holder whose launcher is gone, and for an earlier generation of ours."""
-    deadline = time.monotonic() + WAIT_S
+    began = time.monotonic()
     told = False
     while True:
         lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
@@ -99,12 +101,12 @@ def take_lock(path: Path, fence: Fence) -> Lock:
                 return lock
         except BlockingIOError:
             holder = read_holder(path)
-            late = time.monotonic() > deadline
-            if late and holder is not None and holder.launch == fence.launch:
+            waited = time.monotonic() - began
+            if holder is not None and holder.launch == fence.launch and waited > OWN_WAIT_S:
                 # It does not end, perhaps on a machine that nobody reaches: it is fenced off instead.
                 lock.close()
                 return _replace(path)
-            if late or not _may_be_gone(holder, fence):
+            if waited > WAIT_S or not _may_be_gone(holder, fence):
                 lock.close()
                 raise LockedError(
                     f"another process is training in {path.parent}: {holder or 'it does not say which'}; "
@@ -130,13 +132,17 @@ def _may_be_gone(holder: Fence | None, mine: Fence) -> bool:
     """Whether waiting makes sense: the holder's launcher is not seen to live, or it is an earlier one of ours."""
     if holder is None or holder.launch == mine.launch or holder.host != mine.host:
         return True
+    return not is_alive(holder.pid)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs; one that has ended and that nobody has asked after yet does not."""
     try:
-        os.kill(holder.pid, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
-        return True
-    except PermissionError:
         return False
-    # A process that has ended and that nobody has asked after yet is gone, too.
+    except PermissionError:
+        return True
     with suppress(OSError):
-        return Path(f"/proc/{holder.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return True

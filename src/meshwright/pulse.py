@@ -77,6 +77,7 @@ class Pulse:
         """Without a path nobody watches."""
         self.rank = rank
         self.step = 0
+        self.phase = PHASES[0]
         self.generation = int(os.environ.get(GENERATION, "0"))
         self._phase = 0
         self._entered = 0
@@ -96,8 +97,10 @@ class Pulse:
 
         Only the thread that made the pulse speaks for the rank: what others do meanwhile does not change its phase.
         """
-        if self._memory is not None and threading.get_ident() == self._thread:
-            self._say(self._memory, _NUMBER[phase])
+        if threading.get_ident() == self._thread:
+            self.phase = phase
+            if self._memory is not None:
+                self._say(self._memory, _NUMBER[phase])
         return self.fault(phase) if self._faults else None
 
     @contextmanager
@@ -132,10 +135,10 @@ class Pulse:
         self._entered += 1
         _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
 
-    def fault(self, place: str) -> str | None:
-        """A place that is no phase of its own where a test may want a fault."""
+    def fault(self, place: str, step: int | None = None) -> str | None:
+        """A place that is no phase of its own where a test may want a fault; of this step, unless it is another's."""
         for fault in self._faults:
-            if fault.plays(place, self.rank, self.step, self.generation):
+            if fault.plays(place, self.rank, self.step if step is None else step, self.generation):
                 fault.times -= 1
                 play(fault.kind)
                 return fault.kind

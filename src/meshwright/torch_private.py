@@ -13,6 +13,12 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _world  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousSettings,
+    _NodeDesc,
+    _RendezvousState,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Placement, Shard, debug
@@ -24,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 __all__ = [
     "FakeStore",
     "FlashAttention",
+    "RendezvousMember",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -217,3 +224,29 @@ def flash_attention(q: Tensor) -> FlashAttention | None:
     if q.device.type == "cuda" and narrow and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
         return _CudaFlashAttention()
     return None
+
+
+class RendezvousMember:
+    """One machine in torchelastic's dynamic rendezvous, whose state is kept by `holder` instead of as a pickle.
+
+    The holder has `state`, `sync()` and `mark_dirty()`, as torchelastic's own; it fills in states of `new_state` with
+    nodes of `node`.
+    """
+
+    def __init__(self, settings: RendezvousSettings, address: str, store: Any, holder: Any) -> None:
+        self.node = DynamicRendezvousHandler._node_desc_generator.generate(address)
+        self.handler = DynamicRendezvousHandler(self.node, settings, "meshwright", store, holder)
+
+    @staticmethod
+    def new_state() -> Any:
+        """A rendezvous that nobody has joined yet."""
+        return _RendezvousState()
+
+    @staticmethod
+    def node_of(address: str, process: int, number: int) -> Any:
+        """A machine in a state."""
+        return _NodeDesc(address, process, number)
+
+    def stop_heartbeats(self) -> None:
+        """Say nothing more to the others."""
+        self.handler._stop_heartbeats()

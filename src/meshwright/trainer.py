@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import sys
 import time
 from functools import partial
 
 from meshwright.config import RunConfig
 from meshwright.elastic.budget import Budget
+from meshwright.elastic.membership import Member, Nodes
 from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, Work
-from meshwright.elastic.supervisor import Alone, Supervisor
+from meshwright.elastic.rendezvous import interface_to
+from meshwright.elastic.replan import replan
+from meshwright.elastic.supervisor import Alone, Membership, Supervisor
 from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
+from meshwright.observe.ledger import Ledger
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
-from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, SaveCheckpoints, StopOnSignal
-from meshwright.training.job import make_job, prepare_sources, unprepared
+from meshwright.training.checkpoints import SaveCheckpoints
+from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, StopOnSignal
+from meshwright.training.job import batch_schedule, make_job, model_spec, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
+from meshwright.training.out_of_memory import explain, is_out_of_memory, with_micro_batch
+from meshwright.training.recover import Recover
+from meshwright.training.replicas import CheckReplicas
+from meshwright.training.run_folder import RunFolder
 
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    hooks: list[Hook] = [Events(), StopOnSignal(), Evaluate(), EarlyStop(), Records()]
+    saves = SaveCheckpoints()
+    hooks: list[Hook] = [Events(), StopOnSignal(), Recover(), CheckReplicas()]
+    if config.observe.ledger:
+        hooks.append(Ledger())
+    hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
@@ -36,7 +52,7 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
     # Last, so that it is the first at the end: what others say then is said of a run that is saved.
-    return [*hooks, SaveCheckpoints()]
+    return [*hooks, saves]
 
 
 class Trainer(TrainingLoop):
@@ -46,11 +62,12 @@ class Trainer(TrainingLoop):
         super().__init__(config, world, standard_hooks(config))
 
 
-def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None) -> ExitCode:
+def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, nodes: Nodes | None = None) -> ExitCode:
     """Train to the end: as one rank of a launcher's job when there is one, otherwise on that many local processes.
 
     Gives DONE, or PREEMPTED when the run was asked to stop and has saved. Local processes are looked after by this one
     and started again after a fault; `supervised=True` does so for a single one, too, which else is this process.
+    With `nodes` they are this machine's share of a run on several.
     """
     if config.train.deterministic:
         sum_in_one_order()
@@ -59,22 +76,52 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None) 
         _prepare_together(config, ranks[0])
         with join_world(config.run.device, config.elastic.timeout_s, ranks) as world:
             return ExitCode(_train_rank(config, world).code)
-    # Checked here too, so that a mistake is told before any process starts.
-    job = make_job(config, nproc)
-    if nproc == 1 and (not supervised or config.elastic.max_restarts == 0):
-        with join_world(config.run.device, config.elastic.timeout_s) as world:
-            return ExitCode(_train_rank(config, world).code)
-    stay_on_loopback()
+    budget = Budget(config.elastic.max_restarts, config.elastic.same_step_failures)
+    membership: Membership
+    if nodes is not None:
+        folder = RunFolder(config.run.dir)
+        if (interface := interface_to(nodes.endpoint)) is not None:
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, interface)
+        membership = Member(nodes, nproc, budget, partial(_plan, config), _digest(config), config.run.device)
+    else:
+        # Checked here too, so that a mistake is told before any process starts.
+        folder = make_job(config, nproc).folder
+        if nproc == 1 and (not supervised or config.elastic.max_restarts == 0):
+            with join_world(config.run.device, config.elastic.timeout_s) as world:
+                return ExitCode(_train_rank(config, world).code)
+        stay_on_loopback()
+        membership = Alone(nproc, budget)
     supervisor = Supervisor(
         partial(_work, config),
-        Alone(nproc, Budget(config.elastic.max_restarts, config.elastic.same_step_failures)),
+        membership,
         device=config.run.device,
         timeout_s=config.elastic.timeout_s,
-        folder=job.folder,
+        folder=folder,
         fresh=config.run.fresh,
         watchdog=watchdog_command(config.elastic) if config.elastic.watchdog else None,
     )
     return ExitCode(supervisor.run().code)
+
+
+def _plan(config: RunConfig, ranks: int) -> tuple[str, int, str | None]:
+    """The strategy for that many ranks, how many of them it takes, and what had to change."""
+    found = replan(
+        config.parallel.strategy,
+        model_spec(config),
+        ranks,
+        batch_schedule(config).sizes(),
+        micro_batch=config.train.micro_batch,
+        sequence_length=config.data.sequence_length,
+        optimizer=config.train.optimizer,
+    )
+    return str(found.strategy), found.strategy.world, found.change
+
+
+def _digest(config: RunConfig) -> str:
+    """What every machine of a run must agree on."""
+    settled = {"identity": config.identity(), "steps": config.train.steps, "strategy": config.parallel.strategy}
+    return hashlib.sha256(json.dumps(settled, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _work(config: RunConfig, placement: Placement) -> Work:
@@ -82,6 +129,9 @@ def _work(config: RunConfig, placement: Placement) -> Work:
     if placement.strategy is not None:
         section = config.parallel.model_copy(update={"strategy": placement.strategy})
         config = config.model_copy(update={"parallel": section})
+        # The first machine packs the data; the others wait for it.
+        _prepare_together(config, placement.node)
+        make_job(config, placement.world)
     return partial(_train_rank, config)
 
 
@@ -97,8 +147,14 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
 
 
 def _train_rank(config: RunConfig, world: World) -> Ending:
-    trainer = Trainer(config, world)
-    trainer.train()
+    trainer: Trainer | None = None
+    try:
+        trainer = Trainer(with_micro_batch(config, world.size), world)
+        trainer.train()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise explain(error, config, world, trainer) from None
     if trainer.preempted and not trainer.finished:
         return Ending(ExitCode.PREEMPTED, trainer.stop_reason)
     return Ending(ExitCode.DONE)

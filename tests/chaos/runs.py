@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 
@@ -29,7 +29,14 @@ from meshwright.faults import VARIABLE
 
 STEPS = 20
 EVERY = 5
-SETTINGS = (f"train.steps={STEPS}", f"checkpoint.every={EVERY}", "train.deterministic=true", "observe.log_every=1")
+SETTINGS = (
+    f"train.steps={STEPS}",
+    f"checkpoint.every={EVERY}",
+    # Saved when the step is over, so that a test knows what a fault finds.
+    "checkpoint.background=false",
+    "train.deterministic=true",
+    "observe.log_every=1",
+)
 """Twenty steps with a checkpoint every five."""
 
 
@@ -63,7 +70,7 @@ class Training:
         deadline = time.monotonic() + timeout
         while not condition():
             if self.process.poll() is not None:
-                out, err = self.process.communicate()
+                out, err = (text or "" for text in self.process.communicate())
                 raise AssertionError(
                     f"ended with {self.process.returncode} before {what}\n{out[-2000:]}\n{err[-4000:]}"
                 )
@@ -110,9 +117,13 @@ def start(
     name: str = "run",
     under: Sequence[str] = (),
     session: bool = False,
+    output: TextIO | None = None,
     **variables: str,
 ) -> Training:
-    """Start `meshwright train` in a folder; `fault` is a value of MESHWRIGHT_FAULT, `under` a command before it."""
+    """Start `meshwright train` in a folder; `fault` is a value of MESHWRIGHT_FAULT, `under` a command before it.
+
+    What it prints is kept for `wait`; one that prints much for long needs an `output` of its own.
+    """
     ranks = [] if nproc is None else ["--nproc", str(nproc)]
     command = [*under, sys.executable, "-m", "meshwright", "train", *settings, *SETTINGS, f"run.dir={name}", *ranks]
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", VARIABLE: fault, **variables}
@@ -121,8 +132,8 @@ def start(
         cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stdout=output or subprocess.PIPE,
+        stderr=output or subprocess.PIPE,
         text=True,
         start_new_session=session,
     )
@@ -135,7 +146,7 @@ def ranks_below(pid: int) -> dict[int, psutil.Process]:
     for child in psutil.Process(pid).children(recursive=True):
         try:
             # What a rank writes to its environment after a fork is not seen from outside: its title is.
-            number = re.search(r"rank (\d+)", child.name())
+            number = re.search(r"rank (\d+)", child.name()) if child.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             continue
         if number:

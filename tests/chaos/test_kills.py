@@ -35,6 +35,17 @@ def test_killed_ranks_are_restarted_and_nothing_is_lost(
     assert failed["detect_s"] + restarted["restart_s"] < 10
 
 
+def test_rank_that_is_killed_before_its_first_step_is_restarted(
+    settings: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    training = start(tmp_path, settings, fault="rank=1,step=0,phase=restore,kind=sigkill")
+    ended = training.wait()
+    assert ended.code == ExitCode.DONE, ended.err
+    assert_same_run(training.folder, undisturbed)
+    (failed,) = events(training.folder, "failed")
+    assert (failed["rank"], failed["step"], failed["phase"]) == (1, 0, "restore")
+
+
 def test_ranks_die_with_their_launcher_and_the_same_command_goes_on_at_once(
     settings: list[str], tmp_path: Path, undisturbed: Path
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.errors import ExitCode
 from tests.conftest import CommandLine, write_text
 
 Refused = Callable[..., str]
@@ -19,10 +20,10 @@ Refused = Callable[..., str]
 def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
     """Runs a command that must be refused and gives its message."""
 
-    def run(*arguments: object) -> str:
+    def run(*arguments: object, code: int = 2) -> str:
         before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
         result = meshwright(*arguments)
-        assert result.returncode == 2, result.stdout + result.stderr
+        assert result.returncode == code, result.stdout + result.stderr
         assert "Traceback" not in result.stderr
         assert result.stderr.startswith("meshwright ")
         after = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
@@ -144,13 +145,13 @@ def test_damaged_checkpoint_is_named_and_not_used(
     refused: Refused, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
 ) -> None:
     assert meshwright("train", *tiny_run, "run.dir=a").returncode == 0
-    weights = tmp_path / "a/checkpoints/step-000006/model.safetensors"
+    weights = tmp_path / "a/checkpoints/step-000006/model-00000.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1000] ^= 1
     weights.write_bytes(data)
-    message = refused("train", *tiny_run, "run.dir=a", "train.steps=9")
-    assert "step-000006/model.safetensors is damaged" in message
-    assert "damaged" in refused("generate", "a", "x")
+    message = refused("train", *tiny_run, "run.dir=a", "train.steps=9", code=ExitCode.DAMAGED)
+    assert "step-000006/model-00000.safetensors is damaged" in message
+    assert "damaged" in refused("generate", "a", "x", code=ExitCode.DAMAGED)
 
 
 @pytest.mark.slow
@@ -162,7 +163,7 @@ def test_checkpoint_of_another_shape_is_refused(
     content = json.loads(manifest.read_text())
     content["version"] = 99
     manifest.write_text(json.dumps(content))
-    assert "another version" in refused("train", *tiny_run, "run.dir=a", "train.steps=9")
+    assert "install a newer one" in refused("train", *tiny_run, "run.dir=a", "train.steps=9")
 
 
 @pytest.mark.parametrize("options", [["--tokens", 0], ["--temperature", -1], ["--top-k", 0], ["--device", "cuda"]])

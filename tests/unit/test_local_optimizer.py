@@ -117,20 +117,11 @@ def test_loaded_state_continues_as_if_nothing_had_happened(on_host: bool) -> Non
     second.load_state_dict(first.state_dict())
     for ours, theirs in zip(second.parameters(), first.parameters(), strict=True):
         for kind, value in optimizer.state_of(theirs).items():
-            other.load_state(ours, kind, value)
+            other.room_for(ours, kind, value.ndim > 0, value.dtype).copy_(value)
     for step in range(3, 6):
         train_step(first, optimizer, step)
         train_step(second, other, step)
         assert_same_weights(first, second)
-
-
-def test_loaded_state_is_a_copy() -> None:
-    model = build(small())
-    optimizer, weight = local(model), model.lm_head.weight
-    value = torch.ones_like(weight)
-    optimizer.load_state(weight, "exp_avg", value)
-    value.zero_()
-    assert optimizer.state_of(weight)["exp_avg"].all()
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

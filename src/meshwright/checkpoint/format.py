@@ -1,24 +1,35 @@
-"""The checkpoint on disk: a folder per step with `manifest.json` and safetensors files.
+"""The checkpoint as it is kept: a folder per step with `manifest.json` and safetensors files.
 
 The manifest says what the run was at that step, and for each tensor its whole shape, its type and the pieces that make
-it up, each with its file and digest. A folder without a manifest is not a checkpoint.
+it up, each with its file and digest. It is the last file to be written and carries a digest of itself: a folder without
+a manifest that agrees with itself is not a checkpoint. Version 1 had whole tensors only; it is read as it is.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
-from torch import Tensor
 
-from meshwright.errors import CheckpointError
+from meshwright.checkpoint.place import Place, open_place
+from meshwright.checkpoint.safetensors_file import NAMES, dtype_bytes
+from meshwright.errors import CheckpointError, ExitCode
 from meshwright.models.spec import ModelSpec
 
 MANIFEST = "manifest.json"
+VERSION = 2
+LARGEST_MANIFEST = 256 * 2**20
+
+
+class DamageError(CheckpointError):
+    """A checkpoint is not what was saved."""
+
+    exit_code = ExitCode.DAMAGED
 
 
 class _Entry(BaseModel):
@@ -44,52 +55,141 @@ class TensorEntry(_Entry):
     dtype: str
     pieces: tuple[Piece, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return prod(self.shape) * dtype_bytes(self.dtype)
+
+
+class FileEntry(_Entry):
+    """A file of the checkpoint."""
+
+    nbytes: int
+    header: str
+    """Digest of its header; those of the pieces cover the rest."""
+
 
 class Manifest(_Entry):
     """What a checkpoint holds."""
 
     format: Literal["meshwright-checkpoint"] = "meshwright-checkpoint"
-    version: Literal[1] = 1
+    version: int = VERSION
     step: int
     """Optimizer steps done."""
     position: int
     """Samples taken so far: where the data goes on."""
     strategy: str
+    ranks: int = 1
     model: ModelSpec
+    run: str = ""
+    """Identity of the run; empty where a checkpoint belongs to none."""
+    settings: dict[str, Any] = {}
+    """The settings that decide what the run computes."""
+    seed: int | None = None
+    """Of the random numbers: initial weights, order of the data and dropout are functions of it and of the position."""
     corpora: tuple[str, ...] = ()
     """Digests of the packed corpora that the position counts in."""
-    state: dict[str, Any]
+    metrics: dict[str, float] = {}
+    """Of the step, as far as it was measured."""
+    saved_at: float = 0.0
+    """Seconds since 1970."""
+    written_by: str = ""
+    state: dict[str, Any] = {}
     """What the parts of the training loop keep between steps."""
+    files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry]
     """`model.NAME`, `optimizer.KIND.NAME`."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    """The folder of a step's checkpoint."""
-    return checkpoints / f"step-{step:06d}"
+
+def step_name(step: int) -> str:
+    """The name of a step's folder."""
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has this name."""
+    match = re.fullmatch(r"step-(\d{6,18})", name)
+    return int(match[1]) if match else None
+
+
+def list_steps(checkpoints: Place) -> list[int]:
+    """The steps that have a folder, oldest first, damaged or not."""
+    return sorted(step for name in checkpoints.names() if (step := step_of(name)) is not None)
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """The whole checkpoints of a run, oldest first."""
-    steps = {path: re.fullmatch(r"step-(\d+)", path.name) for path in checkpoints.glob("step-*")}
-    found = {path: int(match[1]) for path, match in steps.items() if match and (path / MANIFEST).exists()}
-    return sorted(found, key=lambda path: found[path])
+    """The folders of a run's checkpoints that have a manifest, oldest first."""
+    found = (checkpoints / step_name(step) for step in list_steps(open_place(checkpoints)))
+    return [folder for folder in found if (folder / MANIFEST).exists()]
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder."""
-    path = folder / MANIFEST
+def digest_of(data: Any) -> str:
+    """The digest of bytes, or of anything that lends its bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def write_manifest(manifest: Manifest) -> bytes:
+    """The manifest as it is kept: a tensor a line, its own digest at the end."""
+    content = json.loads(manifest.model_dump_json())
+    lines = [f" {json.dumps(key)}: {_compact(value)}" for key, value in content.items() if key != "tensors"]
+    tensors = ",\n".join(f"  {json.dumps(name)}: {_compact(entry)}" for name, entry in content["tensors"].items())
+    lines.append(f' "tensors": {{\n{tensors}\n }}')
+    lines.append(f' "digest": "{digest_of(_compact(content).encode())}"')
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+def read_manifest(folder: Place | Path) -> Manifest:
+    """The manifest of a checkpoint folder, checked against itself."""
+    place = folder if isinstance(folder, Place) else open_place(folder)
+    path = place.path_of(MANIFEST)
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        content = json.loads(place.read_all(MANIFEST, LARGEST_MANIFEST))
+        version = content.get("version")
+        digest = content.pop("digest", None)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from None
+        raise DamageError(f"{place} is not a checkpoint: it has no {MANIFEST}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise DamageError(f"{path} is damaged: it is empty, cut short or not JSON") from None
+    if isinstance(version, int) and version > VERSION:
+        raise CheckpointError(
+            f"{path} has format version {version}, and this meshwright reads up to {VERSION}; install a newer one"
+        )
+    if version != 1 and digest != digest_of(_compact(content).encode()):
+        raise DamageError(f"{path} is damaged: it is not what was written")
+    try:
+        manifest = Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is damaged or of another version: {place}: {first['msg']}") from None
+        place_of = ".".join(map(str, first["loc"]))
+        raise DamageError(f"{path} is damaged or of another version: {place_of}: {first['msg']}") from None
+    for name, entry in manifest.tensors.items():
+        _check_entry(path, name, entry)
+    return manifest
 
 
-def digest(tensor: Tensor) -> str:
-    """The digest of a contiguous CPU tensor's bytes."""
-    data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_128_hexdigest(data)
+def _check_entry(path: str, name: str, entry: TensorEntry) -> None:
+    """Raise unless the pieces lie inside of the tensor, are as many elements as it has, and stay in the folder."""
+    if entry.dtype not in NAMES:
+        raise DamageError(f"{path}: {name} has the unknown dtype {entry.dtype}")
+    for piece in entry.pieces:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", piece.file):
+            raise DamageError(f"{path}: {name} is said to lie in '{piece.file}', outside of the checkpoint")
+        if len(piece.offset) != len(entry.shape) or len(piece.shape) != len(entry.shape):
+            raise DamageError(f"{path}: a piece of {name} has another number of dimensions")
+        ends = zip(piece.offset, piece.shape, entry.shape, strict=True)
+        if any(first < 0 or length < 0 or first + length > whole for first, length, whole in ends):
+            raise DamageError(f"{path}: a piece of {name} lies outside of the tensor")
+    held = sum(prod(piece.shape) for piece in entry.pieces)
+    if held != prod(entry.shape) or len({piece.offset for piece in entry.pieces}) != len(entry.pieces):
+        raise DamageError(f"{path}: the pieces of {name} do not make it up")

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 
-from meshwright.checkpoint.format import MANIFEST, list_checkpoints, read_manifest
-from meshwright.checkpoint.training_state import restore_model
+from meshwright.checkpoint.find import latest_checkpoint
+from meshwright.checkpoint.format import MANIFEST
+from meshwright.checkpoint.place import Place
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.training_state import check_size, restore
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, UserError
 from meshwright.models.decoder import Decoder
@@ -25,10 +28,12 @@ def load_model(
         return load_hf(path, device=device, dtype=dtype).eval()
     checkpoint = find_checkpoint(path)
     if checkpoint is not None:
-        manifest = read_manifest(checkpoint)
-        saved = manifest.tensors["model.model.embed_tokens.weight"].dtype
-        model = build_empty(manifest.model, device, getattr(torch, saved))
-        restore_model(model, checkpoint, manifest)
+        reader = CheckpointReader(checkpoint)
+        spec = reader.manifest.model
+        check_size(reader.manifest, spec)
+        saved = reader.manifest.tensors["model.model.embed_tokens.weight"].dtype
+        model = build_empty(spec, device, getattr(torch, saved))
+        restore(reader, model)
         return (model if dtype is None else model.to(dtype)).eval()
     if path.exists():
         raise CheckpointError(
@@ -41,18 +46,23 @@ def load_model(
     return build(spec, seed, device, dtype or torch.float32).eval()
 
 
-def find_checkpoint(path: Path) -> Path | None:
+def find_checkpoint(path: Path) -> Place | None:
     """The checkpoint that a path means: itself, or the latest one of a run."""
-    if (path / MANIFEST).exists():
+    try:
+        return latest_checkpoint(path)
+    except CheckpointError:
+        return None
+
+
+def tokenizer_folder_of(path: str | Path) -> Path | None:
+    """Where the tokenizer of a run, of a checkpoint in one, or of a Hugging Face folder lies, if it has one."""
+    path = Path(path)
+    if (path / "config.json").exists():
         return path
-    found = list_checkpoints(path / "checkpoints")
-    return found[-1] if found else None
+    run = path.resolve().parent.parent if (path / MANIFEST).exists() else path
+    return run / "tokenizer" if (run / "tokenizer").is_dir() else None
 
 
 def load_tokenizer_of(path: str | Path) -> Tokenizer:
     """The tokenizer that belongs to a run, a checkpoint in one, or a Hugging Face folder."""
-    path = Path(path)
-    if (path / "config.json").exists():
-        return load_tokenizer(path)
-    run = path.resolve().parent.parent if (path / MANIFEST).exists() else path
-    return load_tokenizer(run / "tokenizer")
+    return load_tokenizer(tokenizer_folder_of(path) or Path(path) / "tokenizer")

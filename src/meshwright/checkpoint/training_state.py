@@ -1,20 +1,21 @@
-"""What a checkpoint of a training run holds, as tensors under stable names: the model and AdamW's moments.
+"""What a checkpoint of a training run holds, as tensors under stable names: the model and the optimizer's state.
 
 Optimizer state is named after parameters, not numbered, so that it can be found again however the model is split.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.checkpoint.format import Manifest
-from meshwright.checkpoint.load import load_tensors
+from meshwright.checkpoint.pieces import Held, dtype_name
+from meshwright.checkpoint.reader import CheckpointReader, load_parts
 from meshwright.errors import CheckpointError
-from meshwright.models.parts import part_like, whole
 from meshwright.models.shapes import shapes_of
+from meshwright.models.spec import ModelSpec
 from meshwright.parallel.local_optimizer import LocalOptimizer
 
 
@@ -25,50 +26,83 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors | {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The files of a checkpoint: file name -> tensor name -> tensor on the CPU."""
-    weights = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
-    moments = {
-        f"optimizer.{kind}.{name}": value
-        for name, parameter in model.named_parameters()
-        for kind, value in _state_of(optimizer, parameter).items()
-    }
-    return {"model.safetensors": _on_cpu(weights), "optimizer.safetensors": _on_cpu(moments)}
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Held]:
+    """This rank's parts of all that a checkpoint holds."""
+    parts = {f"model.{name}": Held.of(tensor) for name, tensor in model_tensors(model).items()}
+    for name, parameter in model.named_parameters() if optimizer is not None else ():
+        assert optimizer is not None
+        parts |= {f"optimizer.{kind}.{name}": Held.of(value) for kind, value in _state_of(optimizer, parameter).items()}
+    return parts
 
 
-def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in tensors.items()}
+def restore(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Fill this rank's parts of a model, and of an optimizer of it, from a checkpoint of any strategy."""
+    manifest = reader.manifest
+    check_names(manifest)
+    parts = {f"model.{name}": Held.of(tensor) for name, tensor in model_tensors(model).items()}
+    if optimizer is not None:
+        parameters = dict(model.named_parameters())
+        for name, entry in manifest.tensors.items():
+            kind, parameter_name = _kind_of(name)
+            # A pipeline rank has the parameters of its own stages.
+            parameter = parameters.get(parameter_name) if kind else None
+            if parameter is None:
+                continue
+            wanted = dtype_name(parameter.dtype)
+            if entry.shape == tuple(parameter.shape) and entry.dtype != wanted:
+                raise CheckpointError(
+                    f"{name} is {entry.dtype} in the checkpoint and its parameter {wanted}; "
+                    "give the precision that it was saved with"
+                )
+            parts[name] = Held.of(_room(optimizer, parameter, kind, entry.shape, getattr(torch, entry.dtype)))
+    load_parts(reader, parts)
 
 
-@torch.no_grad()
-def restore_model(model: nn.Module, folder: Path, manifest: Manifest) -> None:
-    """Copy a checkpoint's weights into a model of the same shape."""
-    targets = {f"model.{name}": tensor for name, tensor in model_tensors(model).items()}
-    for name, value in load_tensors(folder, manifest, targets):
-        _copy(targets[name], value, name)
+def _kind_of(name: str) -> tuple[str, str]:
+    """The kind of optimizer state and the parameter that a tensor belongs to; no kind where it is no such state."""
+    first, _, rest = name.partition(".")
+    kind, _, parameter = rest.partition(".")
+    return (kind, parameter) if first == "optimizer" else ("", rest)
 
 
-@torch.no_grad()
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, manifest: Manifest) -> None:
-    """Copy a checkpoint's moments into an optimizer of that model."""
-    parameters = dict(model.named_parameters())
-    known = shapes_of(manifest.model)
-    names = [name for name in manifest.tensors if name.startswith("optimizer.")]
-    for name in names:
-        if name.split(".", 2)[2] not in known:
-            raise CheckpointError(f"{folder} has state of {name}, which the model does not have")
-    # A pipeline rank has the parameters of its own stages.
-    names = [name for name in names if name.split(".", 2)[2] in parameters]
-    for name, value in load_tensors(folder, manifest, names):
-        _, kind, parameter_name = name.split(".", 2)
-        parameter = parameters[parameter_name]
-        if isinstance(optimizer, LocalOptimizer):
-            if value.ndim and value.shape != parameter.shape:
-                raise CheckpointError(f"{name} is {tuple(value.shape)} and its parameter {tuple(parameter.shape)}")
-            optimizer.load_state(parameter, kind, value)
-        else:
-            # A fused optimizer keeps the count of steps where the moments are.
-            optimizer.state[parameter][kind] = value.to(parameter.device)
+def check_names(manifest: Manifest) -> None:
+    """Raise unless a checkpoint holds all tensors of its model and, with an optimizer, the same state for each."""
+    shapes = shapes_of(manifest.model)
+    _compare("model", shapes, (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")))
+    kinds: dict[str, set[str]] = {}
+    for name in manifest.tensors:
+        kind, parameter = _kind_of(name)
+        if kind:
+            kinds.setdefault(parameter, set()).add(kind)
+        elif not name.startswith("model."):
+            raise CheckpointError(f"the checkpoint has {name}, which is neither a model's nor an optimizer's")
+    if not kinds:
+        return
+    _compare("optimizer", shapes, kinds)
+    # Some optimizers keep other state for matrices than for vectors.
+    for matrices in (False, True):
+        alike = [name for name, shape in shapes.items() if (len(shape) > 1) == matrices]
+        for name in alike:
+            if kinds[name] != kinds[alike[0]]:
+                lacking = ", ".join(sorted(kinds[name] ^ kinds[alike[0]]))
+                raise CheckpointError(f"the checkpoint's optimizer state is incomplete: {lacking} of {name}")
+
+
+def _compare(what: str, wanted: Iterable[str], found: Iterable[str]) -> None:
+    wanted, found = set(wanted), set(found)
+    buffers = {name for name in found - wanted if name.endswith("expert_bias")}
+    for complaint, names in (("lacks", wanted - found), ("has beyond its spec", found - wanted - buffers)):
+        if names:
+            listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            raise CheckpointError(f"the checkpoint's {what} {complaint}: {listed}")
+
+
+def check_size(manifest: Manifest, spec: ModelSpec) -> None:
+    """Raise unless a checkpoint has the model's tensors with their shapes, so that nothing larger is ever allocated."""
+    check_names(manifest)
+    for name, shape in shapes_of(spec).items():
+        if manifest.tensors[f"model.{name}"].shape != tuple(shape):
+            raise CheckpointError(f"the checkpoint's {name} has another shape than its own model spec says")
 
 
 def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -77,10 +111,15 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict
     return dict(optimizer.state.get(parameter, {}))
 
 
-def _copy(target: Tensor, value: Tensor, name: str) -> None:
-    if target.shape != value.shape or target.dtype != value.dtype:
-        raise CheckpointError(
-            f"{name} is {value.dtype} {tuple(value.shape)} in the checkpoint "
-            f"and {target.dtype} {tuple(target.shape)} in the model"
-        )
-    target.copy_(part_like(value, target))
+def _room(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Memory for a kind of a parameter's state, in the optimizer's own hands."""
+    if isinstance(optimizer, LocalOptimizer):
+        if shape and shape != tuple(parameter.shape):
+            raise CheckpointError(f"{kind} is {list(shape)} and its parameter {list(parameter.shape)}")
+        return optimizer.room_for(parameter, kind, bool(shape), dtype)
+    # A fused optimizer keeps the count of steps where the moments are.
+    room = torch.empty(shape, dtype=dtype, device=parameter.device)
+    optimizer.state[parameter][kind] = room
+    return room

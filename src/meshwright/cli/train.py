@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 from meshwright.config import RunConfig
 from meshwright.config_load import resolve_config, run_presets
@@ -17,15 +18,28 @@ from meshwright.strategy import Strategy
 from meshwright.torch_support import require_torch
 from meshwright.training.job import batch_schedule, make_job
 
+if TYPE_CHECKING:
+    from meshwright.elastic.membership import Nodes
+
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of `meshwright train`."""
     parser.add_argument("settings", nargs="*", metavar="FILE | section.key=value", help="one TOML file, any overrides")
     parser.add_argument("--preset", help=f"ready-made run: {', '.join(run_presets())}")
-    names = ("--nproc", "--nproc-per-node", "--nproc_per_node")
+    nproc = ("--nproc", "--nproc-per-node", "--nproc_per_node")
     parser.add_argument(
-        *names, dest="nproc", metavar="N|auto", help="local processes (default: what the strategy takes, or 1)"
+        *nproc, dest="nproc", metavar="N|auto", help="local processes (default: what the strategy takes, or 1)"
     )
+    parser.add_argument(
+        *("--nodes", "--nnodes"),
+        dest="nodes",
+        metavar="N|MIN:MAX",
+        help="machines that train together (default: this one)",
+    )
+    endpoint = ("--rendezvous", "--rdzv-endpoint", "--rdzv_endpoint")
+    parser.add_argument(*endpoint, dest="rendezvous", metavar="HOST:PORT", help="where `meshwright rendezvous` listens")
+    run_id = ("--run-id", "--rdzv-id", "--rdzv_id")
+    parser.add_argument(*run_id, dest="run_id", metavar="ID", help="refuse a rendezvous that serves another run")
     parser.add_argument("--fresh", action="store_true", help="set an earlier run in run.dir aside and start anew")
     parser.add_argument(
         "--explain", action="store_true", help="print every setting, its value, origin and meaning; train nothing"
@@ -34,6 +48,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  meshwright train --preset demo --nproc 2\n"
         "  meshwright train run.toml train.steps=100 train.lr=1e-3 --nproc auto\n"
+        "  meshwright train run.toml --nproc 8 --nodes 2:4 --rendezvous 10.0.0.5:29400   # the same on every machine\n"
         "  torchrun --nproc-per-node 4 -m meshwright train run.toml\n"
     )
 
@@ -56,11 +71,14 @@ def run(args: argparse.Namespace) -> int:
     launched = "RANK" in os.environ
     if launched and args.nproc is not None:
         raise ConfigError("a launcher started this process (RANK is set) and says how many there are; drop --nproc")
-    nproc = 1 if launched else _processes(args.nproc, resolved.config)
+    nproc = 1 if launched else _processes(args.nproc or ("1" if args.rendezvous else None), resolved.config)
     # Read when numpy and torch are imported: ranks share the cores instead of fighting for them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if not launched:
+    several = args.nodes is not None or args.rendezvous is not None
+    if several and launched:
+        raise ConfigError("a launcher started this process (RANK is set); drop --nodes and --rendezvous")
+    if not launched and not several:
         # Before the seconds that torch takes to import: mistakes are told at once.
         make_job(resolved.config, nproc)
     from meshwright.elastic.failure import RankError
@@ -68,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.training.hooks import STOP_SIGNALS
 
     try:
-        ending = train(resolved.config, nproc, supervised=True)
+        nodes = _nodes(args, resolved.config) if several else None
+        ending = train(resolved.config, nproc, supervised=True, nodes=nodes)
         for number in STOP_SIGNALS:
             # It has ended and says how: a signal that comes too late does not change that.
             signal.signal(number, signal.SIG_IGN)
@@ -76,6 +95,28 @@ def run(args: argparse.Namespace) -> int:
     except RankError as error:
         print(f"meshwright train: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _nodes(args: argparse.Namespace, config: RunConfig) -> Nodes:
+    """How many machines train together, and where they meet."""
+    from meshwright.elastic.membership import Nodes
+    from meshwright.elastic.rendezvous import Endpoint
+
+    if args.rendezvous is None:
+        raise ConfigError("--nodes needs --rendezvous HOST:PORT; `meshwright rendezvous` serves one")
+    least, _, most = (args.nodes or "1:1024").partition(":")
+    most = most or least
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        raise ConfigError(f"--nodes takes a number of machines or MIN:MAX, not '{args.nodes}'")
+    return Nodes(
+        int(least),
+        int(most),
+        Endpoint.parse(args.rendezvous, "--rendezvous"),
+        args.run_id,
+        config.elastic.join_timeout_s,
+        config.elastic.quarantine_failures,
+        config.elastic.quarantine_window_s,
+    )
 
 
 def _processes(argument: str | None, config: RunConfig) -> int:

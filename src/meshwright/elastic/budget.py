@@ -27,9 +27,12 @@ class Budget:
         if not failures or self.max_restarts == 0:
             return RankError(failures[-1].text) if failures else None
         last = failures[-1]
+        if last.remedied:
+            return None
         row = 0
         for failure in reversed(failures):
-            if failure.step != last.step:
+            # A machine that was lost is not the step's fault.
+            if failure.step != last.step or failure.rank < 0 or failure.remedied:
                 break
             row += 1
         if row >= self.same_step_failures:

@@ -51,6 +51,8 @@ class Failure:
     """Whether it only follows from trouble elsewhere."""
     check: bool = False
     """Whether ranks seem to disagree in a collective: checked, they say which of them called what."""
+    remedied: bool = False
+    """Whether the rank has changed what made it fail, so that the next start is another one."""
     time: float = 0.0
     detect_s: float = 0.0
     """Seconds from the last sign of life of the guilty rank to the moment when its trouble was noticed."""

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -194,6 +195,11 @@ class Ranks:
             }
         )
 
+    def date(self, failure: Failure) -> Failure:
+        """A failure that is no rank's, with the step and phase that it found these ranks in."""
+        beat = max(self.beats().values(), key=lambda beat: beat.entered, default=None)
+        return failure if beat is None else replace(failure, step=beat.step, phase=beat.phase)
+
     def ending(self) -> Ending:
         """How they ended, when none has failed."""
         self._read_reports()
@@ -222,6 +228,7 @@ class Ranks:
             if "text" in report:
                 text = describe_error(report, rank, self.placement.world)
                 facts = {"code": report["code"], "time": report["time"], "consequence": report["lost_connection"]}
+                facts["remedied"] = report["remedied"]
                 disagreement = explain_disagreement(report["text"])
                 cause = disagreement or report["cause"]
                 found.append(self.blame(rank, cause, f"{disagreement}\n{text}" if disagreement else text, **facts))
@@ -325,8 +332,11 @@ def _tell(report: Connection, error: BaseException) -> int:
         code, text = error.exit_code, str(error)
     cause = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     lost = any(sign in text for sign in LOST_CONNECTION)
+    if lost and code is None:
+        cause = "lost the connection to another rank"
     # The parent may read when the ranks have ended: more than a pipe holds would keep this one from ending.
     message = {"time": time.time(), "code": code, "cause": cause, "lost_connection": lost, "text": text[-8_000:]}
+    message["remedied"] = getattr(error, "remedied", False)
     _send(report, message)
     return 1 if code is None else code
 

@@ -27,13 +27,15 @@ from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, Ranks, Work
 from meshwright.elastic.watch_link import WatchLink
 from meshwright.errors import ExitCode, UserError
-from meshwright.lock import Fence, Lock
+from meshwright.lock import Fence, Lock, is_alive
 from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS, show_cursor
 from meshwright.training.run_folder import RunFolder
 
 MOST_WATCHDOGS = 20
 """How often a watchdog that has ended is started again."""
 POLL_S = 0.25
+OWNER = "owner"
+"""File with the process id of the supervisor whose private folder it is."""
 
 
 class Membership(Protocol):
@@ -41,9 +43,11 @@ class Membership(Protocol):
 
     launch: str
     """A name of this launch that no other has."""
+    alone: bool
+    """Whether there are no other machines that would go on."""
 
-    def join(self, failure: Failure | None) -> Placement:
-        """The next generation, once everyone is there; raises what ends the run instead."""
+    def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
+        """The next generation, once everyone is there; None when cancelled before, raises what ends the run instead."""
 
     def explain(self, failure: Failure) -> Failure:
         """The cause that a failure seen here follows from, if another machine knows it."""
@@ -70,13 +74,15 @@ class Membership(Protocol):
 class Alone:
     """One machine: its ranks are all there is."""
 
+    alone = True
+
     def __init__(self, count: int, budget: Budget) -> None:
         self.launch = os.urandom(8).hex()
         self._count, self._budget = count, budget
         self._failures: list[Failure] = []
         self._generation = -1
 
-    def join(self, failure: Failure | None) -> Placement:
+    def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
         if failure is not None:
             self._failures.append(failure)
             if (refusal := self._budget.refusal(self._failures)) is not None:
@@ -131,11 +137,14 @@ class Supervisor:
         self._lock: Lock | None = None
         self._private = Path()
         self._noticed: tuple[float, Failure] | None = None
+        self._untold: Failure | None = None
 
     def run(self) -> Ending:
         """How the run ended; raises the first cause when it failed for good."""
         with tempfile.TemporaryDirectory(prefix="meshwright-") as private, self._signals():
             self._private = Path(private)
+            (self._private / OWNER).write_text(str(os.getpid()))
+            _sweep(self._private.parent)
             try:
                 if self._watchdog_command is not None:
                     self._watchdog = WatchLink(self._watchdog_command, self._private)
@@ -143,6 +152,7 @@ class Supervisor:
             finally:
                 if self._ranks is not None:
                     self._ranks.kill()
+                self._record_failure()
                 if self._watchdog is not None:
                     self._watchdog.close()
                 self.membership.close()
@@ -152,14 +162,17 @@ class Supervisor:
     def _generations(self) -> Ending:
         failure: Failure | None = None
         while True:
-            if self._asked is not None:
+            placement = None if self._was_asked() else self.membership.join(failure, self._was_asked)
+            if placement is None:
                 self.membership.leave()
-                return Ending(ExitCode.PREEMPTED, self._asked.name)
-            placement = self._hold(self.membership.join(failure))
+                return Ending(ExitCode.PREEMPTED, "asked to stop between two generations")
             # All ranks must check or none; other machines do not know of this one's failure.
             check = failure is not None and failure.check and placement.local == placement.world
-            placement = replace(placement, check=check)
-            failure = self._generation(placement)
+            try:
+                failure = self._generation(replace(self._hold(placement), check=check))
+            except UserError as mistake:
+                self.membership.finish(mistake.exit_code, str(mistake))
+                raise
             if failure is not None:
                 self._tell(failure)
                 if failure.code is not None:
@@ -172,13 +185,16 @@ class Supervisor:
                     raise RankError(failure.text)
                 continue
             assert self._ranks is not None
-            ending = self.membership.over() or self._ranks.ending()
+            over = self.membership.over()
+            if not placement.local and over is None:
+                continue
+            ending = over or self._ranks.ending()
             self._note_progress(self._ranks, ended=True)
             if ending.code == ExitCode.DONE:
                 self.membership.finish(ending.code, "")
                 return ending
             stopped = {number.name for number in STOP_SIGNALS}
-            if self._was_asked() or isinstance(self.membership, Alone) or ending.reason in stopped:
+            if self._was_asked() or self.membership.alone or ending.reason in stopped:
                 self.membership.leave()
                 return ending
 
@@ -197,11 +213,11 @@ class Supervisor:
             if ranks.failed or ranks.stopped_early:
                 break
             if (hang := self._hang(ranks)) is not None:
-                return hang
+                return self.membership.explain(hang)
             change = self.membership.changes()
             if isinstance(change, Failure):
                 ranks.kill()
-                return change
+                return self.membership.explain(ranks.date(change))
             if change and not resizing:
                 resizing = True
                 ranks.send(RESIZE_SIGNAL)
@@ -250,12 +266,14 @@ class Supervisor:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
+            self._untold = None
             return placement
         fence = Fence(self.membership.launch, placement.generation, placement.host)
         if self._lock is not None and self._lock.is_current:
             self._lock.write(fence)
         else:
             self._lock = self.folder.hold(self._fresh and placement.generation == 0, fence)
+        self._record_failure()
         return replace(placement, fence=fence)
 
     def _tell(self, failure: Failure) -> None:
@@ -267,6 +285,14 @@ class Supervisor:
             # Below a progress bar that nobody took away.
             show_cursor()
             self._say(f"{failure.title}\n{failure.text.rstrip()}")
+        # Written by who holds the folder next: that may be another machine than before.
+        self._untold = failure
+
+    def _record_failure(self) -> None:
+        """Write what went wrong to the run folder, where this machine holds it."""
+        failure, self._untold = self._untold, None
+        if failure is None:
+            return
         self._event(
             "failed",
             rank=failure.rank,
@@ -375,3 +401,11 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _sweep(place: Path) -> None:
+    """Take away what supervisors that were killed have left: nobody else could."""
+    for owner in place.glob(f"meshwright-*/{OWNER}"):
+        with suppress(OSError, ValueError):
+            if owner.stat().st_uid == os.getuid() and not is_alive(int(owner.read_text())):
+                shutil.rmtree(owner.parent)

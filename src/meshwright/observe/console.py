@@ -120,7 +120,9 @@ def numbers(metrics: Metrics, eval_loss: float | None) -> str:
     evaluated = f"  held-out {eval_loss:.4f}" if eval_loss is not None else ""
     loss = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "loss overflows"
     norm = f"grad norm {metrics['grad_norm']:.2f}" if "grad_norm" in metrics else "gradients overflow"
-    skipped = f"  skipped at loss scale {metrics['loss_scale']:g}" if metrics.get("skipped") else ""
+    skipped = "  skipped" if metrics.get("skipped") else ""
+    if skipped and "loss_scale" in metrics:
+        skipped += f" at loss scale {metrics['loss_scale']:g}"
     return f"{loss}{evaluated}  {norm}{skipped}  lr {metrics['lr']:.1e}  {metrics['tokens_per_s']:,.0f} tokens/s"
 
 

@@ -33,6 +33,12 @@ class Records(Hook):
                     "make room and start the same command again: it goes on from the latest checkpoint"
                 ) from error
 
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        if self.file is not None:
+            self.file.close()
+            trainer.job.folder.forget_metrics_after(trainer.step)
+            self.file = trainer.job.folder.metrics.open("a")
+
     def close(self) -> None:
         if self.file is not None:
             with suppress(OSError):  # What could not be written was told when it was to be written.

@@ -24,6 +24,9 @@ TAGS = {
     "lr": "train/learning_rate",
     "loss_scale": "train/loss_scale",
     "skipped": "train/skipped",
+    "skipped_steps": "train/skipped_steps",
+    "nonfinite": "train/nonfinite",
+    "spike": "train/spike",
     "expert_load_max": "train/expert_load_max",
     "dropped": "train/dropped",
     "tokens_per_s": "perf/tokens_per_second",
@@ -47,6 +50,10 @@ class TensorBoard(Hook):
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self.writer is not None:
             self.writer.scalars(trainer.step, {tag: metrics[name] for name, tag in TAGS.items() if name in metrics})
+
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        if self.writer is not None:
+            self.writer.restart(trainer.step + 1)
 
     def close(self) -> None:
         if self.writer is not None:

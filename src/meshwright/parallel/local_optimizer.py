@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshwright.cuts import buckets_of, part
 from meshwright.errors import ConfigError
-from meshwright.models.parts import local_of, part_like
+from meshwright.models.parts import local_of
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.torch_releases import all_gather_into
 from meshwright.torch_private import beside, is_shard, shard_within
@@ -137,12 +137,13 @@ class LocalOptimizer(torch.optim.Optimizer):
         held = self._held[parameter]
         return {kind: held.as_whole(value) for kind, value in self._inner.state.get(held.part, {}).items()}
 
-    def load_state(self, parameter: nn.Parameter, kind: str, value: Tensor) -> None:
-        """Take over one kind of a parameter's state from a whole tensor that every rank has."""
+    def room_for(self, parameter: nn.Parameter, kind: str, per_element: bool, dtype: torch.dtype) -> Tensor:
+        """Memory for one kind of a parameter's state, to be filled; it knows its place in the whole."""
         held = self._held[parameter]
-        if value.ndim and held.mesh is not None:
-            value = local_of(part_like(value, held.as_whole(held.part.detach())))
-        self._inner.state[held.part][kind] = value.to(held.part.device, copy=True)
+        shape = held.part.shape if per_element else ()
+        room = torch.empty(shape, dtype=dtype, device=held.part.device)
+        self._inner.state[held.part][kind] = room
+        return held.as_whole(room)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -35,7 +35,7 @@ def clip_grad_norm_(
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     parts: dict[Where, list[Tensor]] = {}
-    locals_ = []
+    locals_, again = [], []
     parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -44,10 +44,14 @@ def clip_grad_norm_(
                 locals_.append(local)
             if not any(parameter is other for other in counted_elsewhere):
                 parts.setdefault(where, []).append(local)
+            elif local.numel():
+                again.append(local)
     device = next((parameter.device for parameter in parameters), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float64, device=device)
     for where, held in parts.items():
         total += _sum_of_squares(where, [local for local in held if local.numel()], device)
+    # Counted elsewhere, but only this rank can tell whether its copy is a number: then this is zero, else it is not.
+    total += 0.0 * _sum_of_squares(None, again, device)
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
     norm = total.sqrt() / scale

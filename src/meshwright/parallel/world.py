@@ -6,6 +6,7 @@ found from its environment variables; local ranks are started by `elastic.ranks`
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from meshwright.errors import ConfigError
 from meshwright.lock import Fence
-from meshwright.parallel.torch_releases import Store
+from meshwright.parallel.exchange import Exchange
+from meshwright.parallel.torch_releases import Store, all_gather_into
 from meshwright.pulse import Pulse
 from meshwright.torch_private import forget_meshes
 
@@ -47,11 +49,33 @@ class World:
         """The process group of all ranks; None in a world of one."""
         return dist.group.WORLD if self.size > 1 else None
 
+    def side_channel(self, timeout_s: float) -> Exchange:
+        """A way for the ranks to tell each other things, on a group of its own; all ranks ask for one together."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        return Exchange(group)
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Everybody's values, (ranks, ...); they have one shape on all ranks."""
+        if self.size == 1:
+            return values[None]
+        everyone = values.new_empty(self.size, *values.shape)
+        all_gather_into(everyone.view(-1), values.contiguous().view(-1), group=dist.group.WORLD)
+        return everyone
+
+    def exchange(self, facts: Any) -> list[Any]:
+        """What every rank has to say, as far as JSON can say it; for rare occasions."""
+        text = torch.frombuffer(bytearray(json.dumps(facts).encode()), dtype=torch.uint8)
+        lengths = self.gather(torch.tensor([len(text)])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(text)] = text
+        rows = zip(self.gather(padded), lengths, strict=True)
+        return [json.loads(bytes(row[:length].tolist())) for row, length in rows]
 
 
 def sum_in_one_order() -> None:

@@ -1,4 +1,4 @@
-"""What happens around the steps: stop requests, evaluation, early stop, checkpoints. Recording lives in `observe`."""
+"""What happens around the steps: stop requests, evaluation, early stop. Recording lives in `observe`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-from meshwright.checkpoint.collect import collect_stages
-from meshwright.checkpoint.format import Manifest
-from meshwright.checkpoint.save import describe_tensors, prune, save_checkpoint
-from meshwright.checkpoint.training_state import gather_state
-from meshwright.errors import CheckpointError
 
 if TYPE_CHECKING:
     from meshwright.training.loop import TrainingLoop
@@ -36,6 +30,12 @@ class Hook:
 
     def at_end(self, trainer: TrainingLoop) -> None:
         """After the last step of a run that was not cut off by an error; the last hook first."""
+
+    def before_rollback(self, trainer: TrainingLoop) -> None:
+        """Before the state of an earlier checkpoint replaces that of now: finish what still needs it."""
+
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        """The run is back at an earlier step, and state is restored: forget what came after that step."""
 
     def close(self) -> None:
         """Always, at the very end; the last hook first."""
@@ -160,52 +160,5 @@ class EarlyStop(Hook):
         return {"early_stop": {"best": self.best, "misses": self.misses}} if self.best < float("inf") else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        if "early_stop" in state:
-            self.best, self.misses = state["early_stop"]["best"], state["early_stop"]["misses"]
-
-
-class SaveCheckpoints(Hook):
-    """A checkpoint every checkpoint.every steps, and at the end or when the run is asked to stop."""
-
-    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
-        every = trainer.config.checkpoint.every
-        if not every or trainer.step % every or trainer.finished:
-            return
-        try:
-            save(trainer)
-        except CheckpointError as error:
-            # The steps since the last checkpoint are at risk, those done are not lost: go on and say so.
-            trainer.job.folder.event("checkpoint_failed", step=trainer.step, error=str(error))
-            print(f"meshwright: {error}; training goes on without it", file=sys.stderr)
-
-    def at_end(self, trainer: TrainingLoop) -> None:
-        if trainer.worked:
-            save(trainer)
-
-
-def save(trainer: TrainingLoop) -> None:
-    """Save the trainer's state as a checkpoint of its run; all ranks gather it, the first one writes."""
-    started = time.perf_counter()
-    files = gather_state(trainer.model, trainer.optimizer)
-    parallel = trainer.one_step.parallel
-    if parallel.pipeline is not None and parallel.is_first_of_stage:
-        files = collect_stages(files, parallel.pipeline.group)
-    if not trainer.world.is_first:
-        return
-    state = trainer.loss_scale.state()
-    for hook in trainer.hooks:
-        state |= hook.state()
-    manifest = Manifest(
-        step=trainer.step,
-        position=trainer.job.batches.position(trainer.step),
-        strategy=str(trainer.job.strategy),
-        model=trainer.job.spec,
-        corpora=tuple(corpus.digest for corpus in trainer.job.sampler.corpora),
-        state=state,
-        tensors=describe_tensors(files),
-    )
-    trainer.job.folder.check_generation()
-    path = save_checkpoint(trainer.job.folder.checkpoints, manifest, files)
-    prune(trainer.job.folder.checkpoints, trainer.config.checkpoint.keep)
-    seconds = round(time.perf_counter() - started, 3)
-    trainer.job.folder.event("checkpoint", step=trainer.step, path=path.name, seconds=seconds)
+        kept = state.get("early_stop", {"best": float("inf"), "misses": 0})
+        self.best, self.misses = kept["best"], kept["misses"]

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.format import Manifest, list_checkpoints, read_manifest
-from meshwright.checkpoint.training_state import restore_model, restore_optimizer
+from meshwright.checkpoint.format import DamageError, Manifest
+from meshwright.checkpoint.place import Place, open_place
+from meshwright.checkpoint.reader import CheckpointReader
+from meshwright.checkpoint.training_state import restore
 from meshwright.config import RunConfig
+from meshwright.data.feed import BadSample, read_samples
 from meshwright.data.prefetch import Prefetcher
-from meshwright.errors import CheckpointError
+from meshwright.data.skips import SkippedWindows
+from meshwright.errors import CheckpointError, DataError
 from meshwright.parallel.world import World, pick_device
+from meshwright.training.checkpoints import load_newest
 from meshwright.training.hooks import Hook
 from meshwright.training.job import make_job
+from meshwright.training.rollback import GoBack, Rollbacks, roll_back
 from meshwright.training.step import TrainingStep
 
 
@@ -35,7 +42,20 @@ class TrainingLoop:
         self.job.folder.fence = self.world.fence
         mine = self.world.is_first and self.world.fence is None
         self._lock = self.job.folder.hold(config.run.fresh) if mine else None
+        checkpoints = open_place(config.checkpoint.dir or self.job.folder.checkpoints)
+        if self.world.is_first:
+            Rollbacks(self.job.folder.rollbacks).finish(checkpoints)
         self.world.sum(torch.zeros(1))
+        self.checkpoints = checkpoints
+        self.exchange = self.world.side_channel(config.elastic.timeout_s)
+        self.run_id = self.job.folder.run_id()
+        self.rollbacks = Rollbacks(self.job.folder.rollbacks)
+        self.going_back: GoBack | None = None
+        self.last_rollback: tuple[GoBack, int, tuple[int, int] | None] | None = None
+        """What was asked for, the step that it began from, and the samples that were left out."""
+        self.skips = SkippedWindows()
+        self.batch: dict[str, Tensor] = {}
+        """This rank's share of the step in hand."""
         self.step = 0
         self.stop_reason: str | None = None
         self.stopping = False
@@ -48,12 +68,18 @@ class TrainingLoop:
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.loss_scale = self.one_step.loss_scale
         self.hooks = list(hooks)
-        self.resumed_from = self._resume()
+        self.resumed_from: Manifest | None = None
+        self._resume()
 
     @property
     def finished(self) -> bool:
         """Whether all steps of the run are done."""
         return self.step >= self.config.train.steps
+
+    @property
+    def position(self) -> int:
+        """The place of the sample that the data goes on with."""
+        return self.skips.place(self.job.batches.position(self.step))
 
     @property
     def worked(self) -> bool:
@@ -68,29 +94,40 @@ class TrainingLoop:
             for hook in self.hooks:
                 ending.callback(hook.close)
                 hook.at_start(self)
-            with self._batches() as batches:
-                started = time.perf_counter()
-                pulse = self.world.pulse
-                pulse.enter("data")
-                for step, batch in batches:
-                    pulse.step = step + 1
-                    metrics = self.train_step(step, batch)
-                    self.step = step + 1
-                    seconds = time.perf_counter() - started
-                    metrics |= {"tokens_per_s": metrics["tokens"] / seconds, "step_s": seconds}
-                    pulse.enter("hooks")
-                    for hook in self.hooks:
-                        hook.after_step(self, metrics)
-                    if self.stopping:
-                        break
-                    pulse.enter("data")
-                    started = time.perf_counter()
-            pulse.enter("end")
+            self._run_steps()
+            while self.going_back is not None and not self.stopping:
+                request, self.going_back = self.going_back, None
+                roll_back(self, request)
+                self._run_steps()
+            self.world.pulse.enter("end")
             for hook in reversed(self.hooks):
                 hook.at_end(self)
 
+    def _run_steps(self) -> None:
+        """Step until the end, or until someone asks to stop or to go back."""
+        with self._batches() as batches:
+            started = time.perf_counter()
+            pulse = self.world.pulse
+            pulse.enter("data")
+            for step, batch in batches:
+                pulse.step = step + 1
+                metrics = self.train_step(step, batch)
+                self.step = step + 1
+                seconds = time.perf_counter() - started
+                metrics |= {"tokens_per_s": metrics["tokens"] / seconds, "step_s": seconds}
+                pulse.enter("hooks")
+                for hook in self.hooks:
+                    hook.after_step(self, metrics)
+                    if self.going_back is not None:
+                        break
+                if self.stopping or self.going_back is not None:
+                    break
+                pulse.enter("data")
+                started = time.perf_counter()
+
     def train_step(self, step: int, batch: dict[str, Tensor]) -> dict[str, float]:
         """One optimizer step on this rank's share of the global batch."""
+        self.batch = batch
         metrics = self.one_step(step, batch, self.stop_reason is not None)
         if metrics.pop("stop"):
             self.preempted = True
@@ -135,42 +172,75 @@ class TrainingLoop:
         share = size // micro_steps // self.job.strategy.dp
         first = self.job.batches.position(step) + self.one_step.data_rank * share
         starts = [first + index * share * self.job.strategy.dp for index in range(micro_steps)]
-        tokens = np.stack([self.job.sampler.rows(start, share) for start in starts])
-        return {
-            "tokens": tokens,
-            "samples": np.stack([np.arange(start, start + share) for start in starts]),
-            # Rows are packed full: every target counts, so nobody has to ask the other ranks.
-            "valid": np.array(size * (tokens.shape[-1] - 1)),
-        }
+        places = np.stack([self.skips.places(np.arange(start, start + share)) for start in starts])
+        skip_bad = self.config.data.bad_samples == "skip"
+        try:
+            tokens, bad = read_samples(self.job.sampler, places, skip_bad)
+        except BadSample as error:
+            raise DataError(
+                f"step {step + 1}, rank {self.world.rank} on {socket.gethostname()}: {error}. Bring the corpus back "
+                "(`meshwright data verify` names what is damaged), or go on without such samples: data.bad_samples=skip"
+            ) from error
+        batch = {"tokens": tokens, "samples": places}
+        if skip_bad:
+            # How many targets count is known to all ranks together only.
+            return batch | {"ignored": bad}
+        # Rows are packed full: every target counts, so nobody has to ask the other ranks.
+        return batch | {"valid": np.array(size * (tokens.shape[-1] - 1))}
 
     def stop(self, reason: str, everywhere: bool = False) -> None:
         """Stop after the step in hand; unless every rank asks for it `everywhere` alike, once the ranks have agreed."""
         self.stop_reason = self.stop_reason or reason
         self.stopping = self.stopping or everywhere
 
+    def go_back(self, request: GoBack) -> None:
+        """Go back to a checkpoint after the step in hand; every rank must ask alike."""
+        self.going_back = self.going_back or request
+
     def _batches(self) -> Prefetcher:
         pin = self.world.device.type == "cuda"
         return Prefetcher(self.make_batch, self.step, self.config.train.steps, depth=self.config.data.prefetch, pin=pin)
 
-    def _resume(self) -> Manifest | None:
-        """Take up the latest checkpoint of the run folder, if there is one."""
+    def _resume(self) -> None:
+        """Take up the newest checkpoint of the run that is whole, if it has any."""
         self.world.pulse.enter("restore")
-        found = list_checkpoints(self.job.folder.checkpoints)
-        if not found:
-            return None
-        manifest = read_manifest(found[-1])
-        self._check_same_run(found[-1], manifest)
-        restore_model(self.model, found[-1], manifest)
-        restore_optimizer(self.model, self.optimizer, found[-1], manifest)
+        manifest = load_newest(self)
+        if manifest is not None:
+            self.take_up(manifest)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must remember besides tensors."""
+        state = self.loss_scale.state() | self.one_step.guard.state() | self.skips.state()
+        for hook in self.hooks:
+            state |= hook.state()
+        return state
+
+    def restore(self, reader: CheckpointReader) -> None:
+        """Fill weights and moments from a checkpoint, whatever was trained since the loop was made."""
+        self.one_step.parallel.reshard()
+        self.optimizer.state.clear()
+        restore(reader, self.model, self.optimizer)
+
+    def take_up(self, manifest: Manifest) -> None:
+        """Go on from the checkpoint that was just restored."""
         self.step = manifest.step
-        assert manifest.position == self.job.batches.position(self.step)
+        self.skips.restore(manifest.state)
+        assert manifest.position == self.position
+        # What was left out since.
+        for start, end in self.rollbacks.windows:
+            self.skips.add(start, end)
         self.loss_scale.restore(manifest.state)
+        self.one_step.guard.restore(manifest.state)
         for hook in self.hooks:
             hook.restore(manifest.state)
-        return manifest
+        self.resumed_from = manifest
 
-    def _check_same_run(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Raise unless the checkpoint was made from the model and the data that the configuration now means."""
+    def check_same_run(self, checkpoint: Place, manifest: Manifest) -> None:
+        """Raise unless the checkpoint is one of this run, of the model and the data that the configuration means."""
+        if manifest.run and manifest.run != self.run_id:
+            raise DamageError(
+                f"{checkpoint} is a checkpoint of another run ({manifest.run}, this one is {self.run_id})"
+            )
         if manifest.model != self.job.spec:
             raise CheckpointError(f"{checkpoint} is of another model shape than model.preset or model.from_hf now has")
         if manifest.corpora != tuple(corpus.digest for corpus in self.job.sampler.corpora):

@@ -6,10 +6,9 @@ Where a gradient is no longer a number the step is skipped, and after `hysteresi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
+from typing import Any, SupportsFloat
 
 from meshwright.config import PrecisionSection
 
@@ -32,11 +31,11 @@ class LossScale:
         """Whether a skipped step cannot be answered with a smaller scale."""
         return not self.dynamic or self.value <= self._settings.minimum
 
-    def accept(self, norm: Tensor) -> bool:
+    def accept(self, norm: SupportsFloat) -> bool:
         """Whether a step whose gradients have that norm is taken; moves the scale. Without fp16 every step is."""
         if not self.active:
             return True
-        finite = bool(norm.isfinite())
+        finite = math.isfinite(norm)
         if not self.dynamic:
             return finite
         if not finite:

@@ -6,11 +6,14 @@ import itertools
 import json
 import os
 import time
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from meshwright._version import __version__
+from meshwright.checkpoint.format import list_checkpoints, read_manifest
 from meshwright.config import RunConfig, load_config
 from meshwright.config_load import format_config
 from meshwright.errors import CheckpointError
@@ -27,8 +30,12 @@ class RunFolder:
         self.fence: Fence | None = None
         """What the lock must say for this process to write here; None asks nothing."""
         self.config = self.path / "config.toml"
+        self.identity = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
+        self.ledger = self.path / "ledger.jsonl"
+        self.rollbacks = self.path / "rollbacks.json"
+        self.micro_batch = self.path / "micro_batch.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.tokenizer = self.path / "tokenizer"
@@ -45,8 +52,9 @@ class RunFolder:
         if not self.path.exists():
             return
         if not self.holds_run:
-            # Names with a dot are the lock, and what a crash before the first configuration may leave.
-            if any(not entry.name.startswith(".") for entry in self.path.iterdir()):
+            # Names with a dot, and these two, are the lock and what a crash before the first configuration may leave.
+            beside = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+            if beside - {self.identity.name, self.events.name}:
                 raise CheckpointError(f"run.dir={self.path} holds files that are not a run's; choose another run.dir")
             return
         if config.run.fresh:
@@ -69,6 +77,8 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = take_lock(self.lock, fence)
             lock.write(fence)
+            if not self.identity.exists():
+                write_atomically(self.identity, json.dumps({"run": self._former_id() or uuid.uuid4().hex}) + "\n")
         except OSError as error:
             raise CheckpointError(f"run.dir={self.path} cannot be written: {error.strerror}; choose another") from None
         self.fence = fence
@@ -83,6 +93,20 @@ class RunFolder:
             raise LockedError(
                 f"{self.path} belongs to {holder} now; {self.fence} was replaced and writes nothing more there"
             )
+
+    def _former_id(self) -> str:
+        """The run that the checkpoints here say they belong to, should the file that tells be lost."""
+        for folder in reversed(list_checkpoints(self.checkpoints)):
+            with suppress(CheckpointError):
+                return read_manifest(folder).run
+        return ""
+
+    def run_id(self) -> str:
+        """What tells this run from all others: made by the first rank when it takes the folder."""
+        try:
+            return str(json.loads(self.identity.read_bytes())["run"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise CheckpointError(f"{self.identity} cannot be read; restore it from a copy of the run") from None
 
     def write_config(self, config: RunConfig) -> None:
         """Write the resolved configuration."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import RunConfig
-from meshwright.errors import UserError
+from meshwright.errors import ExitCode, UserError
 from meshwright.models.hf import fill_from_hf
 from meshwright.models.initialize import build_meta, initialize, materialise
 from meshwright.models.mixture import finish_step, mixtures
@@ -21,6 +21,8 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
+from meshwright.training.guard import Guard, Verdict
+from meshwright.training.injected import factor_of_loss, flip_bit, spoil_gradient, use_too_much
 from meshwright.training.loss import IGNORED, cross_entropy
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import make_optimizer
@@ -31,7 +33,7 @@ from meshwright.training.schedule import learning_rate
 class TrainingError(UserError):
     """The run cannot go on: its numbers are no longer numbers."""
 
-    exit_code = 1
+    exit_code = ExitCode.DIVERGED
 
 
 class TrainingStep:
@@ -48,6 +50,11 @@ class TrainingStep:
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
         precision = precision_of(config)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
+        self.guard = Guard(config.elastic)
+        self.losses = torch.zeros(0)
+        """This rank's share of the last step's loss, by micro-step."""
+        self.own_norm = 0.0
+        """The last step's norm of gradients as this rank has it."""
         # Split before it has memory, so that no rank holds more of it than its part.
         self.model = build_meta(spec, precision.stored)
         # Gradients are sums over ranks: the loss is divided by the global count of tokens. DDP's own reduction, an
@@ -78,13 +85,16 @@ class TrainingStep:
         """Train on this rank's share of the global batch: tokens and samples, each (micro-steps, samples, ...).
 
         Where it is known, `valid` is how many targets of the whole batch count; else the ranks count them together.
+        `ignored` marks samples that do not count.
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
         pulse = self.world.pulse
-        pulse.enter("forward")
+        spoiled = factor_of_loss(pulse.enter("forward"))
         tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
         inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
         documents = self._documents(inputs)
+        if "ignored" in batch:
+            targets = targets.masked_fill(batch["ignored"].to(self.world.device).bool()[..., None], IGNORED)
         counting = None
         if "valid" in batch:
             valid = batch["valid"].to(self.world.device)
@@ -96,15 +106,17 @@ class TrainingStep:
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
         for mixture in self._mixtures:
             mixture.auxiliary_scale = scale / len(tokens)
-        losses = torch.zeros(len(tokens), dtype=torch.float64, device=self.world.device)
+        losses = self.losses = torch.zeros(len(tokens), dtype=torch.float64, device=self.world.device)
 
         def loss_of(logits: Tensor, index: int) -> Tensor:
             summed = cross_entropy(logits, targets[index], "sum")
             if counting is not None:
                 counting.wait()
             loss = summed / valid * (self._copies if counting is not None else 1)
+            if spoiled is not None:
+                loss = loss * spoiled
             losses[index] = loss.detach()
-            pulse.enter("backward")
+            use_too_much(pulse.enter("backward"), self.world.device)
             return loss * (scale * self._loss_factor)
 
         batches = [
@@ -115,29 +127,38 @@ class TrainingStep:
         if counting is not None:
             counting.wait()
             valid = valid // self._copies
-        pulse.enter("reduce")
+        spoil_gradient(self.parallel.parameters(), pulse.enter("reduce"))
         norm = self.parallel.clip_grad_norm_(self.config.train.grad_clip, scale=scale)
         rate = learning_rate(self.config.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        taken = self.loss_scale.accept(norm)
-        pulse.enter("optimizer")
+        # Before anything is changed the ranks agree: what is no number on one of them is none in the sums of all. On
+        # the way they learn the loss of the whole batch, and whether one of them was asked to stop.
+        own = torch.stack((losses.sum(), losses.new_tensor(float(asked_to_stop)), norm.to(losses.device)))
+        mean_loss, requests, norms = self.sum(own).tolist()
+        self.own_norm = float(norm)
+        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": self.own_norm, "lr": rate, "tokens": int(valid)}
+        # A smaller scale answers gradients that overflow; a loss that does has nothing to do with it.
+        overflows = math.isfinite(mean_loss) and not self.loss_scale.accept(norms) and not exhausted
+        verdict = Verdict(learn=False) if overflows else self.guard.judge(mean_loss, norms)
+        if verdict.nonfinite and self.config.elastic.nonfinite == "stop":
+            raise TrainingError(self._explain_divergence(metrics))
+        taken = verdict.learn
+        fault = pulse.enter("optimizer")
         if taken:
             self.optimizer.step()
+        flip_bit(self.parallel.named_parameters(), fault)
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
         stages = self.parallel.stages if self.model.spec.experts is not None else None
         balance = finish_step(self.model, stages, taken)
-        # The loss of the whole batch; on the way the ranks agree whether one of them was asked to stop.
-        stop = losses.new_tensor(float(asked_to_stop))
-        mean_loss, requests = self.sum(torch.stack((losses.sum(), stop))).tolist()
-        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": float(norm), "lr": rate, "tokens": int(valid)}
-        if not all(map(math.isfinite, metrics.values())):
-            if taken or exhausted:
-                raise TrainingError(self._explain_divergence(metrics))
-            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        # JSON has no NaN.
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if self.loss_scale.active:
-            metrics |= {"loss_scale": scale, "skipped": int(not taken)}
+            metrics |= {"loss_scale": scale}
+        if self.loss_scale.active or not taken:
+            metrics |= {"skipped": int(not taken)}
+        metrics |= {name: 1 for name in ("nonfinite", "spike") if getattr(verdict, name)}
         bubble = self.parallel.bubble()
         if bubble is not None:
             metrics |= {"pipeline_idle": bubble.measured, "pipeline_idle_predicted": bubble.predicted}
@@ -172,5 +193,5 @@ class TrainingStep:
             f"step {metrics['step']}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}: "
             f"training has diverged. The checkpoints in {Path(self.config.run.dir) / 'checkpoints'} are from before. "
             f"Lower train.lr={train.lr:g}, lengthen train.warmup_steps={train.warmup_steps}, "
-            "or use train.precision=float32."
+            "use train.precision=float32, or let such steps be skipped with elastic.nonfinite=skip."
         )

@@ -84,7 +84,14 @@ def _config(case: Case) -> RunConfig:
     train = {"precision": case.precision, "lr": 1e-2, "grad_clip": 0.5, "steps": case.steps, "schedule": "constant"}
     sections = {name: dict(values) for name, values in case.settings.items()}
     return RunConfig.model_validate(
-        {**sections, "run": {"seed": case.seed}, "train": train | sections.get("train", {})}, strict=False
+        {
+            **sections,
+            "run": {"seed": case.seed},
+            "train": train | sections.get("train", {}),
+            # In a proof, numbers that are no numbers are the result.
+            "elastic": {"nonfinite": "stop"} | sections.get("elastic", {}),
+        },
+        strict=False,
     )
 
 

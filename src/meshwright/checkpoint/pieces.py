@@ -1,0 +1,179 @@
+"""What a rank holds of a checkpoint's tensors, and DCP's planners over it.
+
+A rank's part of a tensor is cut into pieces of at most 64 MiB along its first dimension, so that a reader that needs a
+few rows need not read, and check the digest of, the rest. Which rank writes a piece that several hold, and which saved
+pieces a rank reads to fill its part under another strategy, is what PyTorch's planners find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from meshwright.checkpoint.format import Manifest, Piece
+from meshwright.errors import CheckpointError
+from meshwright.models.parts import box_of
+
+LARGEST_PIECE = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank's part of a tensor: its values, and where they lie in the whole."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the whole."""
+
+    @staticmethod
+    def of(tensor: Tensor) -> Held:
+        """This rank's part of a tensor that may be split."""
+        local, offset, shape = box_of(tensor.detach())
+        return Held(local, offset, shape)
+
+
+Parts = Mapping[str, Held]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as manifests write it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor that lies in one piece on the host."""
+    memory: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(memory)
+
+
+def _rows(held: Held) -> Iterator[tuple[int, int]]:
+    """The first row and the number of rows of each piece of a part."""
+    rows = held.local.shape[0] if held.local.ndim else 0
+    if not rows:
+        yield 0, 0
+        return
+    step = max(1, LARGEST_PIECE // max(1, held.local.nbytes // max(1, rows)))
+    yield from ((first, min(step, rows - first)) for first in range(0, rows, step))
+
+
+class PieceSavePlanner(DefaultSavePlanner):
+    """Plans the saving of parts; give `dcp.save` a dictionary of `Held`."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts: Parts = {}
+
+    def set_up_planner(
+        self, state_dict: Parts, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.parts = state_dict
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([item for name, held in self.parts.items() for item in _write_items(name, held)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        held = self.parts[write_item.index.fqn]
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        if not held.local.ndim:
+            return held.local
+        first = chunk.offsets[0] - held.offset[0]
+        return held.local[first : first + chunk.sizes[0]]
+
+
+def _write_items(name: str, held: Held) -> Iterator[WriteItem]:
+    if held.local.numel() == 0 and prod(held.shape) > 0:
+        return
+    for first, rows in _rows(held):
+        offset, shape = list(held.offset), list(held.local.shape)
+        if shape:
+            offset[0] += first
+            shape[0] = rows
+        yield write_item(name, offset, shape, held.local.dtype, held.shape)
+
+
+def write_item(
+    name: str, offset: Sequence[int], shape: Sequence[int], dtype: torch.dtype, whole: Sequence[int]
+) -> WriteItem:
+    """A piece, as PyTorch's planners describe it."""
+    chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=dtype), size=torch.Size(whole))
+    return WriteItem(index=MetadataIndex(name, offset), type=WriteItemType.SHARD, tensor_data=data)
+
+
+class PieceLoadPlanner(DefaultLoadPlanner):
+    """Plans the loading into parts: missing names, other shapes and other dtypes are errors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts: Parts = {}
+
+    def set_up_planner(self, state_dict: Parts, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.parts = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        for name, held in self.parts.items():
+            saved = self.metadata.state_dict_metadata.get(name)
+            check_fits(name, held, saved)
+            assert isinstance(saved, TensorStorageMetadata)
+            if held.local.numel():
+                wanted = ChunkStorageMetadata(torch.Size(held.offset), held.local.shape)
+                items += create_read_items_for_chunk_list(name, saved, [wanted])
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.parts[index.fqn].local
+
+
+def check_fits(name: str, held: Held, saved: Any) -> None:
+    """Raise unless a tensor of a checkpoint is what a part wants."""
+    if not isinstance(saved, TensorStorageMetadata):
+        raise CheckpointError(f"the checkpoint has no tensor {name}; it is of another model, or of another optimizer")
+    found, wanted = (dtype_name(saved.properties.dtype), tuple(saved.size)), (dtype_name(held.local.dtype), held.shape)
+    if found != wanted:
+        raise CheckpointError(
+            f"{name} is {found[0]} {list(found[1])} in the checkpoint and {wanted[0]} {list(wanted[1])} here; "
+            "give the model and the precision that it was saved with"
+        )
+
+
+def metadata_of(manifest: Manifest) -> Metadata:
+    """A manifest as PyTorch's planners read it."""
+    tensors: dict[str, Any] = {}
+    pieces: dict[MetadataIndex, Piece] = {}
+    for name, entry in manifest.tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape)) for piece in entry.pieces]
+        properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        pieces |= {MetadataIndex(name, piece.offset): piece for piece in entry.pieces}
+    return Metadata(tensors, storage_data=pieces)

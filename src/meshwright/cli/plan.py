@@ -1,0 +1,201 @@
+"""Which strategy trains a model best on some machines: does it fit, how fast, why, and why not the others.
+
+Needs no GPU and no network. Machines are `64xh100` (chips), `8x4xh100` (machines x chips), a cluster.toml, or `here`.
+Constraints are written after the options: tp<=8, zero=3, pp=1, micro_batch=2, recompute=none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.planning.answer import Plan
+
+_PLAIN_WIDTH = 160
+ASKED = ("longest-sequence", "largest-micro-batch", "largest-model", "fewest-gpus")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `meshwright plan`."""
+    parser.add_argument("--model", metavar="PRESET|FOLDER|CONFIG.JSON", help="a preset, a Hugging Face folder or file")
+    parser.add_argument("--cluster", required=True, metavar="64xh100|FILE|here", help="the machines")
+    parser.add_argument(
+        "--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)"
+    )
+    parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: about 4M tokens)")
+    parser.add_argument("--precision", default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or float32")
+    parser.add_argument(
+        "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
+    )
+    parser.add_argument("--strategy", metavar="STRATEGY", help="estimate this one instead of searching")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="with --strategy: samples of a forward pass")
+    parser.add_argument("--tokens", metavar="N", help="tokens of the whole training, such as 1e12 or 2T: days and cost")
+    parser.add_argument("--price", type=float, metavar="X", help="money for a chip and hour")
+    parser.add_argument("--ask", choices=ASKED, help="an inverse question: what is the most that fits")
+    parser.add_argument(
+        "--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval"
+    )
+    parser.add_argument("--interval", type=float, metavar="S", help="with --spot: seconds between checkpoints")
+    parser.add_argument(
+        "--rehearse", type=int, metavar="RANK", help="build that rank's split model and count (needs torch)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--emit", choices=("run",), help="write a run file for `meshwright train`")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where --emit writes (default run.toml)")
+    parser.add_argument("constraints", nargs="*", metavar="CONSTRAINT", help="such as 'tp<=8' zero=3 pp=1")
+    parser.epilog = (
+        "exit code: 0 something fits, 1 nothing fits, 2 something to change in the command\n\n"
+        "examples:\n"
+        "  meshwright plan --model llama3.1-70b --cluster 64xh100 --seq-len 8192\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xa100 'tp=1' --html plan.html\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --emit run --out run.toml\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --ask longest-sequence\n"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and show it."""
+    from dataclasses import replace
+
+    from meshwright.cluster.cluster import parse_cluster
+    from meshwright.planning.answer import plan
+
+    if args.model is None and args.ask != "largest-model":
+        raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
+    if args.out is not None and args.emit is None:
+        raise UserError("--out says where --emit writes; add --emit run")
+    if args.interval is not None and args.spot is None:
+        raise UserError("--interval says how often to save under interruptions; add --spot N")
+    cluster = parse_cluster(args.cluster)
+    if args.price is not None:
+        if args.price <= 0:
+            raise UserError(f"--price={args.price} must be above 0")
+        cluster = replace(cluster, price=args.price)
+    asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
+    made = plan(
+        args.model or "llama3.1-8b",
+        cluster,
+        sequence_length=args.seq_len,
+        global_batch=args.global_batch,
+        precision=args.precision,
+        objective=asked,
+        constraints=args.constraints,
+        strategy=args.strategy,
+        micro_batch=args.micro_batch,
+        tokens=_tokens(args.tokens),
+        compare=args.ask is None,
+    )
+    facts = made.as_json() if args.json else None
+    said = []
+    if args.ask is not None:
+        answer = _inverse(args.ask, made)
+        said.append(str(answer["text"]))
+        if facts is not None:
+            facts["asked"] = answer
+    if args.spot is not None and made.best is not None:
+        answer = _spot(args, made)
+        said.append(str(answer["text"]))
+        if facts is not None:
+            facts["spot"] = answer
+    if args.rehearse is not None and made.best is not None:
+        from meshwright.planning.rehearse import rehearse
+
+        rehearsal = rehearse(made.best, args.rehearse)
+        said.append(str(rehearsal))
+        if facts is not None:
+            facts["rehearsal"] = vars(rehearsal)
+    if args.html is not None:
+        from meshwright.planning.page import page
+
+        args.html.write_text(page(made), encoding="utf-8")
+        said.append(f"wrote {args.html}")
+    if args.emit is not None and made.best is not None:
+        from meshwright.planning.emit import run_file
+
+        out = args.out or Path("run.toml")
+        out.write_text(run_file(made), encoding="utf-8")
+        said.append(f"wrote {out}; set data.path in it, then: meshwright train {out}")
+    if facts is not None:
+        print(json.dumps(facts, indent=2, allow_nan=False))
+    else:
+        _print(made, said)
+    return 0 if made.best is not None else 1
+
+
+def _print(made: Plan, said: list[str]) -> None:
+    from rich.console import Console
+
+    from meshwright.planning.show import show
+
+    console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", _PLAIN_WIDTH)))
+    show(made, console)
+    for line in said:
+        console.print(f"\n{line}", highlight=False, soft_wrap=True)
+
+
+def _tokens(text: str | None) -> float | None:
+    if text is None:
+        return None
+    scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
+    try:
+        value = float(text[:-1] if scale != 1.0 else text) * scale
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e18:
+        raise UserError(f"--tokens={text} is not a number of tokens; write 300e9, 300B or 2T")
+    return value
+
+
+def _inverse(ask: str, made: Plan) -> dict[str, object]:
+    """The answer to an inverse question."""
+    from meshwright.planning import inverse
+
+    question = made.question
+    if ask == "fewest-gpus":
+        gpus = question.cluster.gpus
+        return {
+            "question": ask,
+            "answer": gpus,
+            "text": f"fewest GPUs on which it fits: {gpus} ({made.shown.strategy})",
+        }
+    found: tuple[object, object] | None
+    if ask == "longest-sequence":
+        found = inverse.longest_sequence(question)
+    elif ask == "largest-micro-batch":
+        found = inverse.largest_micro_batch(question)
+    else:
+        found = inverse.largest_model(question)
+    if found is None:
+        return {"question": ask, "answer": None, "text": f"{ask}: nothing fits"}
+    value, candidate = found
+    words = ask.replace("-", " ")
+    strategy = candidate.strategy
+    return {
+        "question": ask,
+        "answer": value,
+        "strategy": str(strategy),
+        "text": f"{words} that fits: {value} ({strategy})",
+    }
+
+
+def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:
+    """What interruptions cost."""
+    from meshwright.planning.inverse import spot
+
+    if args.spot <= 0 or (args.interval is not None and args.interval <= 0):
+        raise UserError("--spot and --interval must be above 0")
+    assert made.best is not None
+    found = spot(made.best, args.spot, args.interval)
+    text = (
+        f"with {args.spot:g} interruptions a day and a checkpoint of {found.checkpoint_s:.1f} s every "
+        f"{found.interval_s:.0f} s, {found.slower:.1%} of the time is lost; the best interval is "
+        f"{found.best_interval_s:.0f} s ({found.best_slower:.1%} lost)"
+    )
+    return {**vars(found), "text": text}

@@ -1,0 +1,356 @@
+"""The answer of the planner: the best strategy, its runners-up, why, and what else would do. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.cluster.cluster import Cluster, parse_cluster
+from meshwright.errors import UserError
+from meshwright.models.hf_config import read_json, read_spec, spec_from_config
+from meshwright.models.presets import preset, presets
+from meshwright.models.spec import ModelSpec
+from meshwright.planning.changes import Change, cheapest_change
+from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.memory import GIB
+from meshwright.planning.search import (
+    Candidate,
+    Found,
+    Question,
+    estimate,
+    families,
+    family_of,
+    in_full,
+    plain_best,
+    search,
+)
+from meshwright.strategy import Strategy
+
+TOKENS_PER_STEP = 4 << 20
+"""Of a step where no global batch is given."""
+LOOKED_AT = 150
+"""Degrees that a quick look at another family or number of chips goes through."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A family of strategies that lost, its best member, and what it loses on."""
+
+    family: str
+    candidate: Candidate | None
+    change: Change | None
+    """Where it does not fit, what would make it fit."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that `meshwright plan` says."""
+
+    question: Question
+    model: str
+    best: Candidate | None
+    candidates: tuple[Candidate, ...]
+    runners: tuple[Runner, ...]
+    fewer: tuple[Candidate, ...]
+    """Good strategies on fewer chips."""
+    found: Found | None
+    tokens: float | None = None
+    """Of the whole training."""
+
+    @property
+    def shown(self) -> Candidate:
+        """The best; where nothing fits, what comes nearest."""
+        found = self.best or (self.found.nearest if self.found is not None else None)
+        assert found is not None
+        return found
+
+    def days(self, candidate: Candidate) -> float | None:
+        """Days of training, where the number of tokens is known."""
+        if self.tokens is None:
+            return None
+        per_second = candidate.tokens_per_s_per_gpu * candidate.scenario.cluster.gpus
+        return self.tokens / per_second / 86_400
+
+    def cost(self, candidate: Candidate) -> float | None:
+        """Money for it, where the price of a chip's hour is known."""
+        days, price = self.days(candidate), candidate.scenario.cluster.price
+        return None if days is None or price is None else days * 24 * price * candidate.scenario.cluster.gpus
+
+    def as_json(self) -> dict[str, Any]:
+        """The stable form: docs/plan.md says what is in it."""
+        question, cluster = self.question, self.question.cluster
+        from meshwright.planning.explain import explain
+
+        return {
+            "schema": 1,
+            "model": self.model,
+            "cluster": {
+                "chip": cluster.chip.key,
+                "gpus": cluster.gpus,
+                "gpus_per_node": cluster.node,
+                "memory_gib": round(cluster.memory / GIB, 2),
+            },
+            "sequence_length": question.sequence_length,
+            "global_batch": question.global_batch,
+            "precision": question.precision,
+            "constraints": [str(one) for one in question.constraints],
+            "origin": origin(question),
+            "best": candidate_json(self, self.best) if self.best is not None else None,
+            "candidates": [candidate_json(self, one) for one in self.candidates],
+            "runners_up": [
+                {
+                    "family": one.family,
+                    "candidate": candidate_json(self, one.candidate) if one.candidate is not None else None,
+                    "change_to_fit": str(one.change) if one.change is not None else None,
+                    "reason": one.reason,
+                }
+                for one in self.runners
+            ],
+            "fewer_gpus": [candidate_json(self, one) for one in self.fewer],
+            "why": explain(self),
+            "searched": None
+            if self.found is None
+            else {"estimated": self.found.estimated, "bounded": self.found.bounded},
+        }
+
+
+def origin(question: Question) -> str:
+    """Whether the numbers are measured, calibrated or estimated."""
+    if question.known.measured(question.cluster.chip.key):
+        return "estimated, with constants fitted to published runs on this chip"
+    return "estimated from the vendor's figures; nothing was measured on this chip"
+
+
+def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
+    """One candidate."""
+    memory, parts = candidate.memory, candidate.parts
+    finite = candidate.step_s < float("inf")
+    fullest = memory.stages[memory.fullest]
+    days, cost = (plan.days(candidate), plan.cost(candidate)) if finite else (None, None)
+    return {
+        "strategy": str(candidate.strategy),
+        "micro_batch": candidate.micro_batch,
+        "gpus": candidate.scenario.cluster.gpus,
+        "verdict": memory.verdict,
+        "memory": {
+            "peak_gib": round(memory.peak / GIB, 3),
+            "allocated_gib": round(fullest.allocated / GIB, 3),
+            "margin_gib": round((memory.capacity - memory.peak) / GIB, 3),
+            "fullest_stage": memory.fullest,
+            "terms": terms_gib(fullest),
+            "by_stage": [
+                {"peak_gib": round(terms.total / GIB, 3), "terms": terms_gib(terms)} for terms in memory.stages
+            ],
+            "host_gib": round(memory.host / GIB, 3),
+            "peaks": peaks_gib(candidate),
+        },
+        "step_time_s": round(candidate.step_s, 6) if finite else None,
+        "step_time": {name: round(value, 6) for name, value in vars(parts).items()} if finite else None,
+        "tokens_per_s_per_gpu": round(candidate.tokens_per_s_per_gpu, 3) if finite else None,
+        "mfu": round(candidate.mfu, 5) if finite else None,
+        "days": None if days is None else round(days, 3),
+        "cost": None if cost is None else round(cost, 2),
+    }
+
+
+def terms_gib(terms: Any) -> dict[str, float]:
+    """The terms of one rank."""
+    return {name: round(value / GIB, 4) for name, value in vars(terms).items()}
+
+
+def peaks_gib(candidate: Candidate) -> dict[str, float]:
+    """The peaks of the fullest rank at four times, with what the driver and the communicators hold."""
+    terms = candidate.memory.stages[candidate.memory.fullest]
+    always = terms.context + terms.communicators
+    states = terms.parameters + terms.gradients + terms.optimizer
+    return {
+        "initialisation": round((terms.parameters + terms.context) / GIB, 3),
+        "forward_backward": round(terms.total / GIB, 3),
+        # A fused update works in place; what was fragmented stays reserved.
+        "optimizer_step": round((states + terms.fragmentation + always) / GIB, 3),
+        # Shards are copied to host memory one by one.
+        "checkpoint": round((states + always) / GIB, 3),
+    }
+
+
+def read_model(model: str | ModelSpec) -> tuple[str, ModelSpec]:
+    """A model's name and shape: a preset, a Hugging Face folder or config.json, a spec."""
+    if isinstance(model, ModelSpec):
+        return "spec", model
+    path = Path(model)
+    if path.is_dir():
+        return model, read_spec(path)
+    if path.suffix == ".json":
+        return model, spec_from_config(read_json(path), str(path))
+    if "/" in model and model.lower() not in presets():
+        raise UserError(f"--model={model}: there is no such folder or config.json, and no such preset")
+    return model, preset(model)
+
+
+def plan(
+    model: str | ModelSpec,
+    cluster: str | Cluster,
+    *,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    precision: str = "bf16",
+    objective: str = "throughput",
+    constraints: str | Iterable[str] = (),
+    strategy: str | None = None,
+    micro_batch: int | None = None,
+    tokens: float | None = None,
+    compare: bool = True,
+) -> Plan:
+    """Which strategy trains a model best on a cluster, whether it fits, how fast, and why.
+
+    With `strategy` that one is estimated instead of searched for. `compare` adds the runners-up of other families and
+    fewer chips.
+    """
+    name, spec = read_model(model)
+    machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
+    length = sequence_length or min(spec.max_position_embeddings, 4096)
+    if length < 1 or (global_batch is not None and global_batch < 1):
+        raise UserError("sequence length and global batch must be whole numbers from 1")
+    batch = global_batch or max(TOKENS_PER_STEP // length // machines.gpus * machines.gpus, machines.gpus)
+    texts = [constraints] if isinstance(constraints, str) else list(constraints)
+    question = Question(spec, machines, length, batch, precision, parse_constraints(texts))
+    _check_precision(question)
+    if strategy is not None:
+        return _of_one(question, name, strategy, micro_batch, tokens)
+    if objective == "fewest-gpus":
+        question = replace(question, cluster=fewest_gpus(question))
+    found = search(question, objective)
+    best = in_full(question, found.best) if found.best is not None else None
+    ranked = tuple(in_full(question, one) for one in found.ranked[1:4])
+    runners = _runners(question, best) if compare and best is not None else ()
+    fewer = _fewer(question, best) if compare and best is not None else ()
+    if best is None and found.nearest is not None:
+        found.nearest = in_full(question, found.nearest)
+    others = [*([best] if best is not None else []), *ranked, *_members(runners)]
+    distinct = {(str(one.strategy), one.micro_batch): one for one in others}
+    by = "memory" if objective == "memory" else "throughput"
+    candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
+    return Plan(question, name, best, candidates, runners, fewer, found, tokens)
+
+
+def _members(runners: Iterable[Runner]) -> list[Candidate]:
+    return [one.candidate for one in runners if one.candidate is not None]
+
+
+def _check_precision(question: Question) -> None:
+    chip = question.cluster.chip
+    dtype = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(question.precision, question.precision)
+    if question.precision not in ("float32", "bf16", "fp16"):
+        raise UserError(f"--precision={question.precision}: the trainer computes in float32, bf16 or fp16")
+    if dtype not in chip.tflops:
+        known = [one for one in ("bf16", "fp16", "float32") if one in chip.tflops]
+        raise UserError(f"--precision={question.precision}: {chip.name} lacks it; use {' or '.join(known)}")
+
+
+def _of_one(question: Question, name: str, text: str, micro_batch: int | None, tokens: float | None) -> Plan:
+    """The plan of a strategy that was given."""
+    strategy = Strategy.parse(text, question.cluster.gpus)
+    strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
+    micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
+    size = micro_batch or question.global_batch // strategy.dp // micro_steps
+    candidate = estimate(question, strategy, size)
+    change = None if candidate.fits else cheapest_change(question, candidate)
+    runner = (
+        Runner(family_of(strategy), candidate, change, f"needs {candidate.memory.peak / GIB:.1f} GiB"),
+    ) if not candidate.fits else ()  # fmt: skip
+    found = Found(candidate if candidate.fits else None, [candidate], candidate, 1, 0)
+    return Plan(question, name, candidate if candidate.fits else None, (candidate,), runner, (), found, tokens)
+
+
+def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
+    """The best of each other family, or why it has none."""
+    runners = []
+    for family, extra in families().items():
+        if family == family_of(best.strategy):
+            continue
+        asked = replace(question, constraints=(*question.constraints, *extra))
+        candidate = plain_best(asked, LOOKED_AT)
+        if candidate is not None:
+            candidate = in_full(question, candidate)
+            runners.append(Runner(family, candidate, None, _loss(best, candidate)))
+            continue
+        failing = _smallest(asked)
+        if failing is not None:
+            failing = in_full(question, failing)
+            peak = failing.memory.peak / GIB
+            reason = f"does not fit: {peak:.1f} of {failing.memory.capacity / GIB:.1f} GiB"
+            runners.append(Runner(family, failing, cheapest_change(question, failing), reason))
+    return tuple(runners)
+
+
+def _smallest(question: Question) -> Candidate | None:
+    """The failing member of a family that is nearest to fitting without recompute."""
+    from meshwright.planning.search import Space, _nearest, _pending
+
+    space = Space(question)
+    extra = parse_constraints(["recompute=none", "offload=none"])
+    asked = replace(question, constraints=(*question.constraints, *extra))
+    return _nearest(asked, Space(asked), _pending(asked, space)[:LOOKED_AT])
+
+
+def _loss(best: Candidate, other: Candidate) -> str:
+    """In words, what another candidate spends more on."""
+    slower = other.step_s / best.step_s - 1
+    more = {name: getattr(other.parts, name) - value for name, value in vars(best.parts).items()}
+    name = max(more, key=lambda one: more[one])
+    words = {
+        "compute": "smaller matrix products",
+        "recompute": "recompute",
+        "tp": "tensor-parallel communication",
+        "cp": "context-parallel communication",
+        "ep": "the experts' exchange",
+        "dp": "gradients and parameters between data ranks",
+        "bubble": "gaps in the pipeline",
+        "optimizer": "the optimizer's step",
+        "offload": "transfers to host memory",
+        "other": "jitter",
+    }
+    if slower <= 0:
+        return f"{-slower:.1%} faster, not enough for what it adds"
+    return f"{slower:.1%} slower, most of it {words[name]} ({more[name]:+.3g} s)"
+
+
+def _fewer(question: Question, best: Candidate) -> tuple[Candidate, ...]:
+    """Good strategies on a half and a quarter of the chips."""
+    found = []
+    for share in (2, 4):
+        gpus = question.cluster.gpus // share
+        if gpus < 1 or question.cluster.gpus % share:
+            break
+        asked = replace(question, cluster=question.cluster.with_gpus(gpus))
+        candidate = plain_best(asked, LOOKED_AT)
+        if candidate is None:
+            break
+        found.append(in_full(asked, candidate))
+    return tuple(found)
+
+
+def fewest_gpus(question: Question) -> Cluster:
+    """The smallest part of the cluster on which something fits."""
+    node, gpus = question.cluster.node, question.cluster.gpus
+    counts = sorted(
+        {*(1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus), *range(node, gpus + 1, node)}
+    )
+    low, high = -1, len(counts) - 1
+
+    def fits(count: int) -> bool:
+        asked = replace(question, cluster=question.cluster.with_gpus(count))
+        try:
+            return search(asked).best is not None
+        except UserError:
+            return False
+
+    if not fits(counts[high]):
+        return question.cluster
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(counts[middle]) else (middle, high)
+    return question.cluster.with_gpus(counts[high])

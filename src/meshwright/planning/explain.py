@@ -1,0 +1,109 @@
+"""A plan in words and numbers: what peaks where, what the step goes into, what others lose on, what else would do."""
+
+from __future__ import annotations
+
+from meshwright.models.count import count_parameters
+from meshwright.planning.answer import Plan
+from meshwright.planning.memory import FITS, GIB, Terms
+from meshwright.planning.search import Candidate
+
+TERMS = {
+    "parameters": "parameters",
+    "gathered": "parameters gathered or cast for computing",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "attention": "activations of attention and norms",
+    "feed_forward": "activations of feed-forwards",
+    "layer_inputs": "inputs of recomputed layers",
+    "working": "the layer at work",
+    "logits": "logits and loss",
+    "buffers": "communication buffers",
+    "fragmentation": "fragmentation",
+    "communicators": "NCCL",
+    "context": "driver's context",
+}
+PARTS = {
+    "compute": "compute",
+    "recompute": "recompute",
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "experts' exchange",
+    "dp": "data parallel",
+    "bubble": "pipeline gaps",
+    "optimizer": "optimizer",
+    "offload": "host memory",
+    "other": "data, clipping, jitter",
+}
+
+
+def largest_term(terms: Terms) -> tuple[str, float]:
+    """The largest term of a rank, in words, and its bytes."""
+    name = max(TERMS, key=lambda one: getattr(terms, one))
+    return TERMS[name], getattr(terms, name)
+
+
+def model_states(plan: Plan) -> str:
+    """The sum that comes before anything is split: in float32, for any model."""
+    count = count_parameters(plan.question.spec).total
+    gb = count * 4 / 1e9
+    return (
+        f"{plan.model}: {count / 1e9:.2f}B parameters; in float32 {gb:.1f} GB of parameters + {2 * gb:.1f} GB of Adam "
+        f"moments + {gb:.1f} GB of gradients = {4 * gb:.1f} GB before activations"
+    )
+
+
+def explain(plan: Plan) -> list[str]:
+    """Sentences, the most important first."""
+    lines = [model_states(plan)]
+    best = plan.best
+    if best is None:
+        return lines + _nothing_fits(plan)
+    memory = best.memory
+    terms = memory.stages[memory.fullest]
+    term, size = largest_term(terms)
+    where = f"pipeline rank {memory.fullest} of {len(memory.stages)}" if len(memory.stages) > 1 else "every rank alike"
+    lines.append(
+        f"memory peaks at {memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f} GiB on {where}; the largest part is "
+        f"{term} ({size / GIB:.1f} GiB); up to {FITS:.0%} counts as safe"
+    )
+    share = {name: getattr(best.parts, name) / best.step_s for name in PARTS}
+    spent = sorted(
+        (name for name in share if name != "compute" and share[name] >= 0.005), key=lambda name: -share[name]
+    )
+    rest = ", ".join(f"{PARTS[name]} {share[name]:.1%}" for name in spent) or "nothing else of note"
+    lines.append(f"of the step {share['compute']:.1%} is compute; beside it {rest}")
+    for runner in plan.runners:
+        if runner.candidate is None:
+            continue
+        line = f"{runner.family} ({runner.candidate.strategy}): {runner.reason}"
+        if runner.change is not None:
+            line += f"; cheapest change that makes it fit: {runner.change}"
+        lines.append(line)
+    lines.extend(_fewer(best, other) for other in plan.fewer)
+    return lines
+
+
+def _fewer(best: Candidate, other: Candidate) -> str:
+    """What fewer chips would do."""
+    gpus, all_gpus = other.scenario.cluster.gpus, best.scenario.cluster.gpus
+    time = other.step_s / best.step_s
+    work = time * gpus / all_gpus - 1
+    verdict = "the same work for less" if work < -0.02 else "as efficient" if work < 0.02 else "less efficient"
+    return (
+        f"on {gpus} GPUs ({other.strategy}) a step takes {time:.2f} times as long and {work:+.1%} GPU-hours: {verdict}"
+    )
+
+
+def _nothing_fits(plan: Plan) -> list[str]:
+    nearest = plan.shown
+    memory = nearest.memory
+    term, size = largest_term(memory.stages[memory.fullest])
+    lines = [
+        f"nothing fits on {plan.question.cluster} with these settings; nearest is {nearest.strategy} with micro-batch "
+        f"{nearest.micro_batch}: {memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f} GiB (safe up to {FITS:.0%}), "
+        f"of which {term} are {size / GIB:.1f} GiB"
+    ]
+    if memory.host > memory.host_capacity:
+        lines.append(f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB a chip")
+    changes = [runner.change for runner in plan.runners if runner.change is not None]
+    return [*lines, *(f"cheapest change that makes it fit: {change}" for change in changes)]

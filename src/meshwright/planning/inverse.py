@@ -1,0 +1,123 @@
+"""Inverse questions: the longest sequence, the largest micro-batch, the largest model; what interruptions cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from meshwright.errors import UserError
+from meshwright.models.count import count_parameters
+from meshwright.models.presets import presets
+from meshwright.planning.constraints import Constraint
+from meshwright.planning.search import Candidate, Question, plain_best, search
+
+CHECKPOINT_GB_S = 2.0
+"""Written a second by each machine, where nothing else is said."""
+RESTART_S = 300.0
+"""From the loss of a machine to the first step after it, where nothing else is said."""
+
+
+def fits(question: Question) -> Candidate | None:
+    """Something that fits: what a quick look finds, or else the whole search."""
+    try:
+        return plain_best(question) or search(question).best
+    except UserError:
+        return None
+
+
+def longest_sequence(question: Question) -> tuple[int, Candidate] | None:
+    """The longest sequence, a multiple of 1024, at the same number of tokens a step where the batch allows it."""
+    tokens = question.global_batch * question.sequence_length
+
+    def at(length: int) -> Candidate | None:
+        gpus = question.cluster.gpus
+        batch = max(1, tokens // length)
+        # As many samples as can be dealt out in some way.
+        batch = batch // gpus * gpus if batch >= gpus else 1 << (batch.bit_length() - 1)
+        return fits(replace(question, sequence_length=length, global_batch=batch))
+
+    return _largest(at, 1024, 1 << 22)
+
+
+def largest_micro_batch(question: Question) -> tuple[int, Candidate] | None:
+    """The largest micro-batch (a power of two) with which something fits."""
+    best: tuple[int, Candidate] | None = None
+    for power in range(6):
+        size = 1 << power
+        asked = replace(question, constraints=(*question.constraints, Constraint("micro_batch", "=", size)))
+        found = fits(asked)
+        if found is not None:
+            best = size, found
+    return best
+
+
+def largest_model(question: Question) -> tuple[str, Candidate] | None:
+    """The largest preset of those that the trainer can build that fits on the cluster."""
+    known = [one for one in presets().values() if one.spec.latent_attention is None]
+    for one in sorted(known, key=lambda one: -count_parameters(one.spec).total):
+        length = min(question.sequence_length, one.spec.max_position_embeddings)
+        found = fits(replace(question, spec=one.spec, sequence_length=length))
+        if found is not None:
+            return one.name, found
+    return None
+
+
+def _largest(at: Callable[[int], Candidate | None], step: int, most: int) -> tuple[int, Candidate] | None:
+    """The largest multiple of a step up to a limit for which there is something."""
+    low, best = 0, None
+    high = step
+    while high <= most:
+        found = at(high)
+        if found is None:
+            break
+        low, best, high = high, found, high * 2
+    if best is None:
+        return None
+    high = min(high, most + step)
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        found = at(middle)
+        if found is None:
+            high = middle
+        else:
+            low, best = middle, found
+    return low, best
+
+
+@dataclass(frozen=True)
+class Spot:
+    """What interruptions cost, at a checkpoint interval."""
+
+    interval_s: float
+    best_interval_s: float
+    checkpoint_s: float
+    """Seconds that a checkpoint stops training."""
+    slower: float
+    """Share of time lost at the interval."""
+    best_slower: float
+
+
+def spot(
+    candidate: Candidate,
+    interruptions_per_day: float,
+    interval_s: float | None = None,
+    write_gb_s: float = CHECKPOINT_GB_S,
+    restart_s: float = RESTART_S,
+) -> Spot:
+    """What is lost to interruptions of the whole job so many times a day, and the interval that loses least.
+
+    Between checkpoints half an interval's work is lost on average, so the best interval is sqrt(2 x cost x mean time
+    between interruptions), less what is lost anyway (Young, Daly).
+    """
+    cluster = candidate.scenario.cluster
+    total = count_parameters(candidate.scenario.spec).total * 12 / 1e9
+    checkpoint_s = total / (write_gb_s * cluster.nodes)
+    between = 86_400 / interruptions_per_day
+    best = max(checkpoint_s, sqrt(2 * checkpoint_s * between))
+
+    def lost(interval: float) -> float:
+        return checkpoint_s / interval + (interval / 2 + restart_s) / between
+
+    chosen = interval_s or best
+    return Spot(chosen, best, checkpoint_s, lost(chosen), lost(best))

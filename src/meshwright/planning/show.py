@@ -1,0 +1,160 @@
+"""A plan on the terminal: ranked table, bars of memory and time, the schedule as a picture, the mesh on machines."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.planning.answer import Plan, origin
+from meshwright.planning.explain import PARTS, TERMS, explain
+from meshwright.planning.memory import GIB
+from meshwright.planning.search import Candidate
+from meshwright.planning.timing import Timer
+from meshwright.schedules import make_program, simulate
+
+COLOURS = ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "red", "bright_cyan", "bright_magenta", "white")
+BAR = 60
+PICTURE = 100
+MOST_DRAWN = 16
+"""Micro-batches and ranks of a schedule that are drawn."""
+
+
+def show(plan: Plan, console: Console) -> None:
+    """All of it."""
+    question = plan.question
+    console.print(
+        f"[bold]{plan.model}[/] on [bold]{question.cluster}[/], sequences of {question.sequence_length}, "
+        f"global batch {question.global_batch}, {question.precision} ({origin(question)})\n"
+    )
+    console.print(table_of(plan))
+    if plan.best is not None:
+        console.print()
+        console.print(Group(*bars(plan.best)))
+        drawn = schedule_picture(plan.best)
+        if drawn is not None:
+            console.print()
+            console.print(drawn)
+        console.print()
+        console.print(placement(plan.best), highlight=False)
+    console.print()
+    for line in explain(plan):
+        console.print(f"  - {line}", highlight=False, soft_wrap=True)
+
+
+def table_of(plan: Plan) -> Table:
+    """Candidates, best first."""
+    table = Table(box=None, pad_edge=False)
+    names = ["strategy", "micro-batch", "verdict", "GiB", "s/step", "tokens/s/GPU", "MFU"]
+    if plan.tokens is not None:
+        names += ["days", "cost"]
+    for name in names:
+        table.add_column(
+            name, justify="left" if name in ("strategy", "verdict") else "right", no_wrap=name == "strategy"
+        )
+    for candidate in plan.candidates or (plan.shown,):
+        finite = candidate.step_s < float("inf")
+        verdict = candidate.memory.verdict
+        colour = {"fits": "green", "tight": "yellow"}.get(verdict, "red")
+        row = [
+            str(candidate.strategy),
+            str(candidate.micro_batch),
+            f"[{colour}]{verdict}[/]",
+            f"{candidate.memory.peak / GIB:.1f}",
+            f"{candidate.step_s:.3f}" if finite else "",
+            f"{candidate.tokens_per_s_per_gpu:,.0f}" if finite else "",
+            f"{candidate.mfu:.1%}" if finite else "",
+        ]
+        if plan.tokens is not None:
+            days, cost = plan.days(candidate) if finite else None, plan.cost(candidate) if finite else None
+            row += [f"{days:,.1f}" if days is not None else "", f"{cost:,.0f}" if cost is not None else ""]
+        table.add_row(*row)
+    return table
+
+
+def bars(candidate: Candidate) -> list[RenderableType]:
+    """Memory of the fullest rank and time of a step."""
+    memory = candidate.memory
+    terms = memory.stages[memory.fullest]
+    held = {TERMS[name]: getattr(terms, name) / GIB for name in TERMS}
+    spent = {PARTS[name]: getattr(candidate.parts, name) for name in PARTS}
+    title = f"memory, {memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f} GiB"
+    return [
+        *_bar(title, held, memory.capacity / GIB, "GiB"),
+        Text(),
+        *_bar(f"step, {candidate.step_s:.3f} s", spent, candidate.step_s, "s"),
+    ]
+
+
+def _bar(title: str, sizes: dict[str, float], whole: float, unit: str) -> list[RenderableType]:
+    bar = Text(f"{title:<28} ")
+    legend = Text(" " * 29)
+    shown = [(name, size) for name, size in sizes.items() if size > whole * 0.004]
+    for index, (name, size) in enumerate(shown):
+        colour = COLOURS[index % len(COLOURS)]
+        bar.append("█" * max(1, round(size / whole * BAR)), style=colour)
+        legend.append(f"{name} {size:.3g} {unit}  ", style=colour)
+    return [bar, legend]
+
+
+def schedule_picture(candidate: Candidate) -> Text | None:
+    """The pipeline's passes in time, of a few micro-batches; nothing without a pipeline."""
+    spans = schedule_spans(candidate)
+    if spans is None:
+        return None
+    end = max(stop for row in spans for _, _, stop in row)
+    picture = Text(f"schedule {candidate.strategy.schedule} (F forward, B backward, W weights), first micro-batches\n")
+    for rank, row in enumerate(spans[:MOST_DRAWN]):
+        cells = [" "] * PICTURE
+        for label, start, stop in row:
+            first, last = int(start / end * PICTURE), max(int(stop / end * PICTURE), int(start / end * PICTURE) + 1)
+            for place in range(first, min(last, PICTURE)):
+                cells[place] = label[0]
+        picture.append(f"  rank {rank:<3}")
+        for cell in cells:
+            picture.append(cell, style={"F": "blue", "B": "green", "I": "green", "W": "yellow"}.get(cell, ""))
+        picture.append("\n")
+    return picture
+
+
+def schedule_spans(candidate: Candidate) -> list[list[tuple[str, float, float]]] | None:
+    """For each pipeline rank its passes with start and end, of as many micro-batches as can be drawn."""
+    strategy = candidate.strategy
+    if strategy.pp == 1:
+        return None
+    scenario = candidate.scenario
+    micro = min(max(1, round(scenario.micro_steps)), max(strategy.pp, MOST_DRAWN))
+    from meshwright.planning.software import constants
+
+    times = Timer(scenario, constants()).stage_times()
+    program = make_program(strategy.schedule, strategy.pp, micro)
+    timeline = simulate(program, lambda action: times.of(action.kind, action.stage), times.transfer)
+    return [[(f"{action.kind}{action.micro}", start, stop) for action, start, stop in row] for row in timeline.spans]
+
+
+def placement(candidate: Candidate) -> str:
+    """Where the axes lie: inside a machine or across machines."""
+    strategy, cluster = candidate.strategy, candidate.scenario.cluster
+    reach, lines = 1, []
+    axes = (
+        ("tp", strategy.tp),
+        ("cp", strategy.cp),
+        ("shard", strategy.shard),
+        ("replicate", strategy.replicate),
+        ("pp", strategy.pp),
+    )
+    for axis, degree in axes:
+        if degree > 1:
+            inside = max(1, min(degree, cluster.domain // reach))
+            where = (
+                "within the fast links"
+                if inside >= degree
+                else f"{inside} within the fast links, {degree // inside} across"
+            )
+            if inside == 1:
+                where = "across machines"
+            lines.append(f"  {axis} = {degree}: every {reach} rank{'s' if reach > 1 else ''}, {where}")
+        reach *= degree
+    if not lines:
+        return "mesh: one rank"
+    return f"mesh on {cluster.nodes} machines of {cluster.node} (domain of {cluster.domain}):\n" + "\n".join(lines)

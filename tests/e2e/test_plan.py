@@ -1,0 +1,165 @@
+"""`meshwright plan` as people use it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.config import load_config
+from meshwright.strategy import Strategy
+
+SMALL = ["--model", "llama3.2-1b", "--cluster", "8xh100", "--seq-len", "2048", "--global-batch", "64"]
+
+
+def plan(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", "plan", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout[-500:] + done.stderr[-1500:]
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def as_json(*arguments: str, code: int = 0) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(plan(*arguments, "--json", code=code).stdout)
+    return result
+
+
+def test_json_has_what_the_documentation_says() -> None:
+    found = as_json(*SMALL)
+    for candidate in (found["best"], *found["candidates"]):
+        assert {
+            "strategy",
+            "verdict",
+            "memory",
+            "step_time_s",
+            "step_time",
+            "tokens_per_s_per_gpu",
+            "mfu",
+        } <= candidate.keys()
+        memory = candidate["memory"]
+        assert {"peak_gib", "terms", "by_stage", "margin_gib", "host_gib", "peaks"} <= memory.keys()
+        assert memory["peak_gib"] == pytest.approx(sum(memory["terms"].values()), abs=0.01)
+        if candidate["step_time_s"] is not None:
+            assert candidate["step_time_s"] == pytest.approx(sum(candidate["step_time"].values()), rel=1e-3)
+        Strategy.parse(candidate["strategy"], 8)
+    assert found["best"]["strategy"] == found["candidates"][0]["strategy"]
+    assert found["best"]["verdict"] == "fits"
+    assert found["why"]
+
+
+def test_the_table_says_why() -> None:
+    shown = plan("--model", "llama3.1-70b", "--cluster", "16xh100", "--seq-len", "4096", "--global-batch", "64").stdout
+    assert "memory peaks at" in shown
+    assert "schedule" in shown or "pp=" not in shown.splitlines()[3]
+    assert "mesh on" in shown
+    assert "slower" in shown or "does not fit" in shown
+
+
+def test_a_seven_billion_model_prints_the_sum_of_its_states() -> None:
+    why = as_json("--model", "llama2-7b", "--cluster", "8xa100")["why"][0]
+    numbers = [float(one) for one in re.findall(r"([\d.]+) GB", why)]
+    assert numbers == pytest.approx([27.0, 53.9, 27.0, 107.8], abs=0.05)
+
+
+def test_a_run_file_that_train_takes(tmp_path: Path) -> None:
+    out = tmp_path / "run.toml"
+    plan(*SMALL, "--emit", "run", "--out", str(out))
+    config = load_config(out)
+    assert config.train.global_batch == 64
+    strategy = Strategy.parse(config.parallel.strategy, 8)
+    strategy.micro_steps(64, config.train.micro_batch)
+    assert tomllib.loads(out.read_text())["model"]["preset"] == "llama3.2-1b"
+
+
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    plan("--model", "llama3.1-8b", "--cluster", "16xa100-40", "--global-batch", "64", "pp=4", "--html", str(page))
+    text = page.read_text()
+    assert "<svg" in text
+    assert not re.search(r"(src|href)\s*=|https?://|@import", text)
+
+
+def test_a_given_strategy_is_estimated_and_told_what_would_make_it_fit() -> None:
+    found = as_json(
+        "--model", "llama3.1-8b", "--cluster", "8xh100", "--global-batch", "64", "--strategy", "dp=8", code=1
+    )
+    assert found["best"] is None
+    assert found["candidates"][0]["verdict"] == "does not fit"
+    assert found["runners_up"][0]["change_to_fit"]
+
+
+def test_inverse_questions() -> None:
+    asked = as_json(*SMALL, "--ask", "largest-micro-batch")["asked"]
+    assert asked["answer"] in (8, 16, 32)
+    fewest = as_json("--model", "llama3.1-8b", "--cluster", "16xh100", "--global-batch", "64", "--ask", "fewest-gpus")
+    assert 1 <= fewest["asked"]["answer"] <= 4
+    longest = as_json(
+        "--model", "llama3.2-1b", "--cluster", "2xh100", "--global-batch", "16", "--ask", "longest-sequence"
+    )
+    assert longest["asked"]["answer"] >= 8192
+    largest = as_json("--cluster", "8xh100", "--ask", "largest-model", "--seq-len", "2048", "--global-batch", "64")
+    assert largest["asked"]["answer"]
+
+
+def test_a_rehearsal_counts_what_was_planned() -> None:
+    found = as_json(*SMALL, "--strategy", "dp=2 zero=3 tp=2 pp=2", "--micro-batch", "1", "--rehearse", "5")["rehearsal"]
+    assert found["counted_parameters"] == found["exact_parameters"]
+    assert found["counted_optimizer"] == found["exact_optimizer"]
+    assert found["planned_optimizer"] == pytest.approx(found["exact_optimizer"], rel=0.01)
+
+
+def test_days_cost_and_interruptions() -> None:
+    found = as_json(*SMALL, "--tokens", "300B", "--price", "2", "--spot", "4")
+    best = found["best"]
+    assert best["cost"] == pytest.approx(best["days"] * 24 * 2 * 8, rel=1e-3)
+    assert found["spot"]["best_slower"] <= found["spot"]["slower"] + 1e-9
+
+
+def test_constraints_are_kept() -> None:
+    found = as_json("--model", "llama3.1-8b", "--cluster", "8xh100", "--global-batch", "64", "tp=4", "zero<=1")
+    for candidate in found["candidates"]:
+        strategy = Strategy.parse(candidate["strategy"], 8)
+        assert strategy.tp == 4
+        assert strategy.zero <= 1
+
+
+def test_a_hugging_face_config_is_a_model(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000,
+        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert as_json("--model", str(path), "--cluster", "4xa100", "--global-batch", "64")["best"]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "llama3.1-8b", "--cluster", "8xh999"], "unknown chip"),
+        (["--model", "llama9", "--cluster", "8xh100"], "unknown model preset"),
+        (["--model", "llama3.1-8b", "--cluster", "8xh100", "tp<=2", "tp>=4"], "contradict"),
+        (["--model", "llama3.1-8b", "--cluster", "8xh100", "--global-batch", "0"], "whole numbers from 1"),
+        (["--model", "llama3.1-8b", "--cluster", "8xv100"], "lacks it"),
+        (["--model", "llama3.1-8b", "--cluster", "8xh100", "--tokens", "many"], "number of tokens"),
+        (["--model", "llama3.1-8b", "--cluster", "8xh100", "--objective", "luck"], "not one of"),
+        (["--model", "llama3.1-8b", "--cluster", "8xh100", "--out", "x"], "--emit"),
+        (["--cluster", "8xh100"], "--model is missing"),
+    ],
+)
+def test_mistakes_are_told_with_exit_code_2(arguments: list[str], message: str) -> None:
+    assert message in plan(*arguments, code=2).stderr
+
+
+def test_a_model_that_fits_nowhere_names_the_nearest() -> None:
+    shown = plan("--model", "llama3.1-405b", "--cluster", "8xrtx4090", code=1).stdout
+    assert "nothing fits" in shown
+    assert "nearest is" in shown

@@ -1,0 +1,171 @@
+"""The search finds what trying everything finds, always the same, and what the user's documents recommend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from meshwright.cluster.chips import make_chip
+from meshwright.cluster.cluster import Cluster, of_chip, parse_cluster
+from meshwright.errors import UserError
+from meshwright.models.presets import preset
+from meshwright.models.spec import ModelSpec
+from meshwright.planning.changes import cheapest_change
+from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.memory import memory_of
+from meshwright.planning.scenario import Layout
+from meshwright.planning.search import Candidate, Question, Space, estimate, family_of, plain_best, search
+from meshwright.planning.timing import Timer
+from meshwright.strategy import Strategy
+
+SMALL = ModelSpec(
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=5504,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+)
+SPARSE = SMALL.model_copy(
+    update={"experts": preset("tiny-moe").experts.model_copy(update={"num_experts": 8, "moe_intermediate_size": 1024})}  # type: ignore[union-attr]
+)
+
+
+def machines(gpus: int, gib: float, nic: float = 50) -> Cluster:
+    facts = {"memory_mib": gib * 1024, "memory_bandwidth": 3350, "tflops": {"bf16": 989}, "link": 450, "nic": nic}
+    return of_chip(make_chip("small", {**facts, "domain": 4, "node": 4, "host_gib": 64}), gpus, node=min(4, gpus))
+
+
+def everything(question: Question) -> Iterator[Candidate]:
+    """Every strategy of the space with every recompute that there is, simulated."""
+    space = Space(question)
+    layers = question.spec.num_hidden_layers
+    words = ["none", "selective", "full", *(f"first:{count}" for count in range(1, layers))]
+    for degrees in space.degrees():
+        for offload in ("none", "optimizer", "parameters"):
+            for zero, shard, method in space.states(degrees):
+                if offload == "parameters" and (zero < 2 or degrees.dp * degrees.cp == 1):
+                    continue
+                if degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard:
+                    continue
+                for schedule, split in space.orders(degrees, zero):
+                    for recompute in words:
+                        if not question.allows(offload=offload, recompute=recompute):
+                            continue
+                        layout = Layout(
+                            dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, ep=degrees.ep,
+                            expert_tp=degrees.tp, zero=zero, shard=shard, sp=degrees.tp > 1, schedule=schedule,
+                            layers=split, cp_method=method, recompute=recompute, offload=offload,
+                        )  # fmt: skip
+                        scenario = question.scenario(layout, degrees.micro_batch)
+                        memory = memory_of(scenario)
+                        if memory.verdict == "fits":
+                            parts = Timer(scenario, question.known).parts()
+                            yield Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, parts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "cluster", "batch", "words"),
+    [
+        (SMALL, machines(4, 6), 16, ""),
+        (SMALL, machines(4, 4), 16, ""),
+        (SMALL, machines(8, 3.2, 5), 16, ""),
+        (SMALL, machines(8, 10, 2), 8, "micro_batch<=2"),
+        (SMALL, machines(8, 2.9), 16, "tp<=2 cp=1"),
+        (SMALL, machines(2, 7), 8, "zero<=1"),
+        (SPARSE, machines(4, 5), 8, "tp=1 micro_batch<=2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_search_finds_what_trying_everything_finds(spec: ModelSpec, cluster: Cluster, batch: int, words: str) -> None:
+    question = Question(spec, cluster, 2048, batch, constraints=parse_constraints([words]))
+    found = search(question)
+    best = min(everything(question), key=lambda one: one.score("throughput"), default=None)
+    if best is None:
+        assert found.best is None
+        return
+    assert found.best is not None
+    assert found.best.score("throughput")[0] == pytest.approx(best.score("throughput")[0], rel=1e-9), best.strategy
+    assert found.best.memory.verdict == "fits"
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    question = Question(preset("llama3.1-8b"), parse_cluster("16xh100"), 8192, 128)
+    first, second = search(question), search(question)
+    assert [str(one.strategy) for one in first.ranked] == [str(one.strategy) for one in second.ranked]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "length", "batch", "family"),
+    [
+        ("qwen2.5-0.5b", "8xh100", 2048, 512, "copies of the model"),
+        ("llama2-7b", "64xh100", 4096, 1024, "sharded state (ZeRO, FSDP)"),
+        ("gpt3-175b", "1024xh100", 2048, 2048, "tensor + pipeline"),
+    ],
+)
+def test_the_recommended_family_comes_out_of_the_search(
+    model: str, cluster: str, length: int, batch: int, family: str
+) -> None:
+    best = search(Question(preset(model), parse_cluster(cluster), length, batch)).best
+    assert best is not None
+    assert family_of(best.strategy) == family
+
+
+def test_seventy_billion_on_512_gpus_loses_little_when_it_is_only_sharded() -> None:
+    question = Question(preset("llama3.1-70b"), parse_cluster("512xh100"), 8192, 1024)
+    best = plain_best(question)
+    sharded = plain_best(replace(question, constraints=parse_constraints(["zero=3 tp=1 pp=1"])))
+    assert best is not None
+    assert sharded is not None
+    assert sharded.step_s < 1.1 * best.step_s
+
+
+def test_every_found_strategy_is_legal_for_the_trainer() -> None:
+    for model, cluster in (("qwen3-30b-a3b", "16xh100"), ("llama3.1-70b", "64xh100"), ("qwen2.5-7b", "6xa100")):
+        spec = preset(model)
+        question = Question(spec, parse_cluster(cluster), 4096, 48 * question_factor(cluster))
+        for one in search(question).ranked:
+            one.strategy.check(spec, question.cluster.gpus, 4096)
+            assert Strategy.parse(str(one.strategy), question.cluster.gpus) == one.strategy
+            one.strategy.micro_steps(question.global_batch, one.micro_batch)
+
+
+def question_factor(cluster: str) -> int:
+    return {"16xh100": 16, "64xh100": 64}.get(cluster, 6)
+
+
+def test_the_cheapest_change_makes_a_failing_choice_fit() -> None:
+    question = Question(preset("llama3.1-8b"), parse_cluster("8xh100"), 8192, 64)
+    failing = estimate(question, Strategy.parse("dp=8 zero=3", 8), 2)
+    assert not failing.fits
+    change = cheapest_change(question, failing)
+    assert change is not None
+    assert change.candidate.fits
+    assert change.saved_gib > 0
+
+
+def test_constraints_that_leave_nothing_are_told() -> None:
+    with pytest.raises(UserError, match="contradict"):
+        parse_constraints(["tp<=2", "tp>=4"])
+    question = Question(SMALL, machines(4, 6), 2048, 16, constraints=parse_constraints(["tp=3"]))
+    with pytest.raises(UserError, match="tp=3"):
+        search(question)
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = []
+    for gib in (3, 4, 6, 10, 40):
+        best = search(Question(SMALL, machines(4, gib), 2048, 16)).best
+        times.append(best.score("throughput")[0] if best is not None else float("inf"))
+    assert times == sorted(times, reverse=True)
+
+
+def test_a_model_that_fits_nowhere_has_a_nearest() -> None:
+    found = search(Question(preset("llama3.1-405b"), parse_cluster("8xrtx4090"), 4096, 64))
+    assert found.best is None
+    assert found.nearest is not None
+    assert found.nearest.memory.verdict == "does not fit"
+    assert replace(found.nearest.strategy) == found.nearest.strategy

@@ -1,0 +1,81 @@
+"""Estimates against published runs: the figures that we claim, and files that nobody has seen."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "benchmarks/data/published_runs.csv"
+
+
+def evaluate(path: Path, out: Path) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "benchmarks/published.py"), "--csv", str(path), "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return evaluate(DATA, tmp_path_factory.mktemp("published") / "out.json")
+
+
+def test_the_figures_are_reached(result: dict[str, Any]) -> None:
+    assert result["coverage"]["share"] >= 0.85
+    assert result["time"]["median_abs_error"] <= 0.10
+    assert result["time"]["p90_abs_error"] <= 0.25
+    assert result["memory"]["median_abs_error"] <= 0.06
+    assert result["verdicts"]["share_caught"] >= 0.80
+    assert result["verdicts"]["share_refused"] <= 0.05
+
+
+def test_every_row_is_used_or_skipped_with_a_reason(result: dict[str, Any]) -> None:
+    with DATA.open(encoding="utf-8", newline="") as file:
+        rows = sum(1 for _ in csv.DictReader(file))
+    complete, completed = result["time"]["rows"], result["completed_rows"]["time"]["rows"]
+    assert complete + completed + len(result["skipped"]) <= rows
+    assert all(one["reason"] for one in result["skipped"])
+    assert {"source", "gpu", "scale", "strategy", "software"} == result["groups"].keys()
+
+
+def test_a_file_of_nonsense_is_skipped_and_never_crashes(tmp_path: Path) -> None:
+    with DATA.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    draw = random.Random(0)
+    words = ["", "?", "-1", "0", "1e99", "nan", "inf", "7", "3.5", "many", "none", "128 GPUs", "fp3", "2048"]
+    changed = []
+    for row in draw.sample(rows, 150):
+        new = dict(row)
+        for name in draw.sample(list(row), 3):
+            new[name] = draw.choice(words)
+        new["unknown_column"] = "x"
+        changed.append(new)
+    path = tmp_path / "nonsense.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, changed[0])
+        writer.writeheader()
+        writer.writerows(changed)
+    found = evaluate(path, tmp_path / "out.json")
+    assert found["skipped"]
+
+
+def test_no_constant_belongs_to_a_source_or_a_row() -> None:
+    """What is fitted is named for chips, software and everything; nothing else."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from fit_published import FREE
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    assert {name.split(".")[0] for name in FREE} == {"chip", "software", "common"}
+    families = {name.split(".")[1] for name in FREE if name.startswith("software")}
+    assert families == {"megatron", "fsdp", "deepspeed", "jax"}
+    assert len(FREE) < 75
