@@ -211,10 +211,14 @@ def test_watchdog_ends_with_who_started_it(how: str, tmp_path: Path) -> None:
         process.communicate(timeout=20)
         assert process.returncode == 0
         return
+    # It may well be gone before its child has begun.
     parent = (
-        f"import subprocess, time; p = subprocess.Popen({command!r}, stdin=open('/dev/zero')); print(p.pid, flush=True)"
+        "import os, subprocess, sys\n"
+        f"command = {command!r} + ['--parent', str(os.getpid())]\n"
+        "child = subprocess.Popen(command, stdin=open('/dev/zero'), stdout=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)"
     )
-    started = subprocess.run([sys.executable, "-c", parent], capture_output=True, text=True, check=True, timeout=60)
+    started = subprocess.run([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, check=True, timeout=60)
     pid = int(started.stdout)
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:

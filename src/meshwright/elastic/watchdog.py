@@ -293,6 +293,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Watch until there is nobody to tell."""
     parser = argparse.ArgumentParser(prog="meshwright.elastic.watchdog", description="Watches the ranks of a folder.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="whoever started it: it ends when that does")
     parser.add_argument("--settings", default="{}", help="JSON")
     given = parser.parse_args(arguments)
     settings = WatchSettings(**json.loads(given.settings))
@@ -303,8 +304,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine = (
         MachineWatch(settings.health_limits, drain=settings.health == "drain") if settings.health != "off" else None
     )
-    parent = os.getppid()
-    while os.getppid() == parent and given.folder.exists():
+    while os.getppid() == given.parent and given.folder.exists():
         lines = watchdog.look()
         if machine is not None and watchdog.place is not None:
             lines += [line_of(kind, (), text) for kind, text in machine.look(watchdog.place)]
