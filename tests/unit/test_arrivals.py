@@ -62,6 +62,13 @@ def test_what_a_silent_rank_told_earlier_is_corrected_by_what_others_have_seen()
     assert {wait.number for wait in waits} == {13}
 
 
+def test_silent_rank_is_not_missing_where_others_have_finished_with_it() -> None:
+    words = {0: word(all=waiting(12, "all_reduce")), 2: word(all=standing(calls(12, "all_reduce")))}
+    words[1] = word(answered=False, all=Standing(10, 10))
+    (wait,) = find_waits(words)
+    assert (wait.rank, wait.number, wait.missing) == (0, 12, ())
+
+
 def test_rank_that_never_used_a_group_is_missing_in_it() -> None:
     words = {0: word(pair=waiting(1, "all_reduce")), 1: word(all=waiting(9, "all_reduce"))}
     by_rank = {wait.rank: wait for wait in find_waits(words)}

@@ -50,6 +50,10 @@ def test_value_that_wavers_around_its_limit_is_told_once() -> None:
     assert changes(HOT, 91, 91, 89, 91, 88, 91, 89) == [".", "+", ".", ".", ".", ".", "."]
 
 
+def test_value_just_below_its_limit_is_not_good_again() -> None:
+    assert changes(HOT, 91, 91, 89, 89, 89) == [".", "+", ".", ".", "."]
+
+
 def test_value_that_is_good_again_is_told_and_may_be_bad_again() -> None:
     assert changes(HOT, 91, 91, 84, 84, 92, 92) == [".", "+", ".", "-", ".", "+"]
 

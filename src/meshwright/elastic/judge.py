@@ -105,8 +105,7 @@ def judge(
 
 def _circle(views: Mapping[int, View], edges: Mapping[int, set[int]]) -> tuple[int, ...]:
     """Ranks that wait for each other, and for nobody who could go on by himself."""
-    ends = {rank for view in views.values() for rank in _ends(view.rank, edges) if edges.get(rank)}
-    return tuple(sorted(ends)) if ends <= views.keys() else ()
+    return tuple(sorted({rank for view in views.values() for rank in _ends(view.rank, edges) if edges.get(rank)}))
 
 
 def _follow(

@@ -41,8 +41,7 @@ class WatchSettings:
 
 
 def watchdog_command(settings: WatchSettings | ElasticSection) -> list[str]:
-    """The command with which this process starts a watchdog, but for the folder; its standard input must be a pipe that
-    stays open."""
+    """The command with which this process starts a watchdog, but for the folder; its input must be a pipe."""
     chosen = {one.name: getattr(settings, one.name) for one in fields(WatchSettings)}
-    module = "meshwright.elastic.watchdog"
-    return [sys.executable, "-m", module, "--parent", str(os.getpid()), "--settings", json.dumps(chosen)]
+    command = [sys.executable, "-m", "meshwright.elastic.watchdog"]
+    return [*command, "--parent", str(os.getpid()), "--settings", json.dumps(chosen)]

@@ -293,8 +293,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Watch until there is nobody to tell."""
     parser = argparse.ArgumentParser(prog="meshwright.elastic.watchdog", description="Watches the ranks of a folder.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="whoever started it: it ends when that does")
     parser.add_argument("--settings", default="{}", help="JSON")
-    parser.add_argument("--parent", type=int, default=os.getppid(), help="the process to end with")
     given = parser.parse_args(arguments)
     settings = WatchSettings(**json.loads(given.settings))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -304,7 +304,6 @@ def main(arguments: list[str] | None = None) -> None:
     machine = (
         MachineWatch(settings.health_limits, drain=settings.health == "drain") if settings.health != "off" else None
     )
-    # Told, where possible: who started it may be gone before it can look.
     while os.getppid() == given.parent and given.folder.exists():
         lines = watchdog.look()
         if machine is not None and watchdog.place is not None:
