@@ -19,6 +19,13 @@ SETTINGS = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Real trainings take seconds each: `make test-fast` leaves them out."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="session")
 def settings(corpus: Path) -> list[str]:
     """A run that takes a second or two."""

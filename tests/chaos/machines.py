@@ -7,6 +7,7 @@ Needs root and iproute2, as CI has; the namespaces talk to each other and to nob
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from meshwright.faults import VARIABLE
 from tests.chaos.runs import SETTINGS, Training
@@ -35,6 +37,8 @@ class Machines:
         self.run_id = "tested"
 
     def __enter__(self) -> Machines:
+        if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("ss") is None:
+            pytest.skip("network namespaces need root, and ip and ss of iproute2")
         bridge = self._space("net")
         ip("netns", "add", bridge)
         ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
