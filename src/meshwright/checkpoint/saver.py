@@ -138,10 +138,14 @@ class Saver:
         found, self._outcomes = self._outcomes, []
         return found
 
+    def hurry(self) -> None:
+        """Hold a save that is in flight back no more."""
+        self._pace.hurry()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Until no save is in flight; it is no longer held back."""
         if self._thread is not None:
-            self._pace.hurry()
+            self.hurry()
             self._thread.join(timeout_s)
 
     def _plan(self, planner: PieceSavePlanner, writer: CheckpointWriter) -> tuple[_Planned, str]:

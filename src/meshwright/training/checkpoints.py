@@ -104,7 +104,12 @@ class SaveCheckpoints(Hook):
         trainer.world.pulse.enter("stage")
         assert_finite(trainer.model, trainer.optimizer, trainer.world, trainer.step)
         parts = parts_of(trainer.model, trainer.optimizer)
-        self._make_saver(trainer).save(manifest_of(trainer, self._metrics), parts, background=background)
+        saver = self._make_saver(trainer)
+        saver.save(manifest_of(trainer, self._metrics), parts, background=background)
+        before = trainer.resumed_from.step if trainer.resumed_from else -1
+        if trainer.world.pulse.generation and saver.durable_step <= before:
+            # What failed once may fail again soon: the first checkpoint after it is not held back.
+            saver.hurry()
         trainer.world.pulse.enter("hooks")
 
     def _report(self, trainer: TrainingLoop) -> list[str]:
