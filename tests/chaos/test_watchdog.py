@@ -169,6 +169,21 @@ def test_slow_rank_is_let_be(settings: list[str], tmp_path: Path, undisturbed: P
     assert_same_run(training.folder, undisturbed)
 
 
+@pytest.mark.slow_chaos
+@pytest.mark.parametrize("phase", ["stage", "evaluate"])
+def test_waiting_for_a_long_save_or_evaluation_raises_no_alarm(
+    phase: str, settings: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    """The first one may take long; the other rank, far over its own limit, only waits for it."""
+    settings = [*settings, "train.eval_every=6"] if phase == "evaluate" else settings
+    training = start(tmp_path, settings, *TIGHT, fault=f"rank=0,phase={phase},kind=sleep:10")
+    ended = training.wait()
+    assert ended.code == ExitCode.DONE, ended.err
+    for kind in ("hang", "warning", "failed"):
+        assert events(training.folder, kind) == []
+    assert_same_run(training.folder, undisturbed)
+
+
 CLOCK = r"""
 #define _GNU_SOURCE
 #include <sys/syscall.h>
