@@ -64,6 +64,30 @@ def work(seconds: float) -> None:
         torch.cuda.synchronize()
 
 
+def recorder() -> None:
+    """What the flight recorder knows of NCCL, and what asking costs: a world of one GPU."""
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.elastic.rank_side import Collectives
+
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    for _ in range(100):
+        dist.all_reduce(torch.zeros(4, device="cuda"))
+        dist.all_reduce(torch.zeros(4))
+    torch.cuda.synchronize()
+    time.sleep(1)
+    collectives = Collectives()
+    print(f"last call: {collectives.records()[-1]}")
+    print(f"groups: {collectives.groups()}")
+    began = time.perf_counter()
+    for _ in range(100):
+        collectives.groups()
+    print(f"telling of collectives: {1e4 * (time.perf_counter() - began):.0f} us")
+    dist.destroy_process_group()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10)
@@ -88,6 +112,7 @@ def main() -> None:
         health.check()
     for change in health.check():
         print(f"beyond its limit: {change.text}")
+    recorder()
     if given.record is not None:
         given.record.write_text(json.dumps(records, indent=1) + "\n")
 

@@ -96,7 +96,7 @@ def test_gil_hang_is_named_without_py_spy(settings: list[str], tmp_path: Path, u
 
 
 def test_rank_that_skips_a_collective_is_named_with_both_collectives(settings: list[str], tmp_path: Path) -> None:
-    fault = "rank=1,step=7,phase=optimizer,kind=all_reduce:skip"
+    fault = "rank=1,step=7,phase=reduce,kind=all_reduce:skip"
     training = start(tmp_path, settings, *TIGHT, "parallel.strategy=dp=2 zero=3", fault=fault)
     ended = training.wait()
     assert ended.code == ExitCode.DONE, ended.err
@@ -104,38 +104,44 @@ def test_rank_that_skips_a_collective_is_named_with_both_collectives(settings: l
     (hang,) = events(training.folder, "hang")
     assert re.search(
         r"ranks disagree in collective \d+ of the group of all ranks \(ranks 0 1\): "
-        r"rank 0 called all_reduce of \[2\] double, rank 1 called all_gather of \[\d+\] float",
+        r"rank 0 called all_reduce of \[\] double, rank 1 called all_reduce of \[\d+\] double",
         hang["text"],
     ), hang["text"]
 
 
 def test_rank_that_skips_a_collective_waits_in_another_group(settings: list[str], tmp_path: Path) -> None:
-    fault = "rank=1,step=7,phase=optimizer,kind=all_reduce:skip"
+    fault = "rank=1,step=7,phase=reduce,kind=all_reduce:skip"
     training = start(tmp_path, settings, *TIGHT, "parallel.strategy=dp=2 tp=2", nproc=4, fault=fault)
     ended = training.wait()
     assert ended.code == ExitCode.DONE, ended.err
-    hang = told("a skipped collective, four ranks", training.folder, 1, within=FLOOR_S + 20)
-    assert re.search(r"ranks 0 2 3 wait in all_reduce number \d+ of the group of all ranks", hang["text"])
-    assert re.search(r"rank 1 waits in all_\w+ number \d+ of the group 'tp' \(ranks 0 1\)", hang["text"])
-    assert "where rank 1 did not arrive" in hang["text"]
+    report("a skipped collective, four ranks", training.folder)
+    (hang,) = events(training.folder, "hang")
+    assert hang["ranks"] == [0, 1]
+    assert re.search(
+        r"ranks 1 2 3 wait in all_reduce number \d+ of the group of all ranks .*, where rank 0 did not arrive; "
+        r"rank 0 waits in all_reduce number \d+ of the group 'tp' \(ranks 0 1\), where rank 1 did not arrive",
+        hang["text"],
+    ), hang["text"]
 
 
 def test_rank_that_calls_another_collective_is_named(settings: list[str], tmp_path: Path, undisturbed: Path) -> None:
-    training = start(tmp_path, settings, *TIGHT, fault="rank=1,step=7,phase=optimizer,kind=all_reduce:other")
+    training = start(tmp_path, settings, *TIGHT, fault="rank=1,step=7,phase=reduce,kind=all_reduce:other")
     ended = training.wait()
     assert ended.code == ExitCode.DONE, ended.err
     report("another collective", training.folder)
     (hang,) = events(training.folder, "hang")
-    assert "rank 0 called all_reduce of [2] double, rank 1 called all_gather of [2] double" in hang["text"]
+    assert re.search(
+        r"rank 0 called all_reduce of \[(\d+)\] double, rank 1 called all_gather of \[\1\] double", hang["text"]
+    )
     assert_same_run(training.folder, undisturbed)
 
 
-@pytest.mark.parametrize(("how", "call"), [("shape", "[6] double"), ("dtype", "[2] half")])
+@pytest.mark.parametrize(("how", "call"), [("shape", r"\[\d+\] double"), ("dtype", r"\[\1\] half")])
 def test_tensors_that_differ_in_a_collective_are_named_without_a_wait(
     how: str, call: str, settings: list[str], tmp_path: Path
 ) -> None:
     """gloo aborts one of the ranks; started again with checks, both say what they called."""
-    fault = f"rank=1,step=7,phase=optimizer,kind=all_reduce:{how},generation=any"
+    fault = f"rank=1,step=7,phase=reduce,kind=all_reduce:{how},generation=any"
     training = start(tmp_path, settings, *TIGHT, "elastic.same_step_failures=2", fault=fault)
     began = time.monotonic()
     ended = training.wait()
@@ -144,7 +150,10 @@ def test_tensors_that_differ_in_a_collective_are_named_without_a_wait(
     aborted, checked = events(training.folder, "failed")
     assert aborted["cause"] == "ended by SIGABRT inside a collective"
     assert "inside all_reduce at meshwright/" in ended.err
-    assert f"rank 0 called all_reduce of [2] double, rank 1 called all_reduce of {call}" in checked["cause"]
+    said = re.search(
+        rf"rank 0 called all_reduce of \[(\d+)\] double, rank 1 called all_reduce of {call}", checked["cause"]
+    )
+    assert said, checked["cause"]
     assert events(training.folder, "hang") == []
 
 
@@ -162,6 +171,21 @@ def test_stage_that_waits_for_another_is_not_to_blame(settings: list[str], tmp_p
 def test_slow_rank_is_let_be(settings: list[str], tmp_path: Path, undisturbed: Path) -> None:
     fault = "rank=1,phase=forward,kind=sleep:0.5,times=15;rank=1,phase=optimizer,kind=sleep:0.2,times=10"
     training = start(tmp_path, settings, *TIGHT, fault=fault)
+    ended = training.wait()
+    assert ended.code == ExitCode.DONE, ended.err
+    for kind in ("hang", "warning", "failed"):
+        assert events(training.folder, kind) == []
+    assert_same_run(training.folder, undisturbed)
+
+
+@pytest.mark.slow_chaos
+@pytest.mark.parametrize("phase", ["stage", "evaluate"])
+def test_waiting_for_a_long_save_or_evaluation_raises_no_alarm(
+    phase: str, settings: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    """The first one may take long; the other rank, far over its own limit, only waits for it."""
+    settings = [*settings, "train.eval_every=6"] if phase == "evaluate" else settings
+    training = start(tmp_path, settings, *TIGHT, fault=f"rank=0,phase={phase},kind=sleep:10")
     ended = training.wait()
     assert ended.code == ExitCode.DONE, ended.err
     for kind in ("hang", "warning", "failed"):

@@ -91,7 +91,7 @@ def test_ranks_that_disagree_are_found_before_their_limit() -> None:
     assert (found.cause, found.guilty, found.certain) == ("mismatch", (0, 1), True)
 
 
-def test_circle_is_found_and_the_rank_that_most_miss_is_named() -> None:
+def test_circle_is_found_and_all_of_it_is_named() -> None:
     """Rank 1 left out a collective of all ranks and waits for rank 0 in another group."""
     everyone, pair = ("0", (0, 1, 2)), ("7", (0, 1))
     words = {rank: in_call(42, group=everyone) for rank in (0, 2)}
@@ -99,7 +99,7 @@ def test_circle_is_found_and_the_rank_that_most_miss_is_named() -> None:
     words[1].groups[everyone] = Standing(41, 41, {41: Call(41, "all_reduce", done=True)})
     words[0].groups[pair] = Standing(8, 8, {8: Call(8, "all_reduce", done=True)})
     found = verdict([view(rank, 70, limit=600) for rank in range(3)], words, world=3)
-    assert (found.cause, found.guilty, found.certain) == ("circle", (1,), True)
+    assert (found.cause, found.guilty, found.certain) == ("circle", (0, 1), True)
     moving = [view(0, 70, limit=600), view(1, 5, limit=600), view(2, 70, limit=600)]
     assert not verdict(moving, words, world=3).certain or verdict(moving, words, world=3).cause == ""
 

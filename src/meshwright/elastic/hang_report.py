@@ -52,7 +52,7 @@ def headline(verdict: Verdict, views: Mapping[int, View], words: Mapping[int, Wo
         said = ", ".join(f"{_ranks(ranks)} called {kind}" for kind, ranks in kinds.items())
         return f"ranks disagree in collective {mismatch.number} of {name_of(mismatch.group, words)}: {said}"
     if verdict.cause == "circle":
-        return f"ranks wait for each other in different collectives, most of them for {who}{waiting}"
+        return f"{who} wait for each other in different collectives{waiting}"
     if verdict.cause == "late":
         alive = "" if verdict.certain else ", and is slow rather than stuck"
         return f"{who} {'are' if plural else 'is'} stuck{_phase(first)}{_at(first)}{alive}{waiting}"

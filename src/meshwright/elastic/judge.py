@@ -98,7 +98,7 @@ def judge(
         return Verdict("mismatch", mismatch.odd, True, waits, mismatch)
     circle = _circle(views, waits_for(views, waits, world))
     if circle and all(views[rank].over or views[rank].age_s > floor_s for rank in circle):
-        return Verdict("circle", _most_missed(circle, waits_for(views, waits, world)), True, waits)
+        return Verdict("circle", circle, True, waits)
     late = [view for view in views.values() if view.over]
     return _follow(views, late, waits, waits_for(views, waits, world), longest_s) if late else Verdict("")
 
@@ -125,7 +125,7 @@ def _follow(
     too_long = any(view.age_s > max(longest_s, *(views[rank].limit_s for rank in (view.rank, *seen))) for view in late)
     circle = sorted(rank for rank in seen if edges.get(rank))
     if circle:
-        return Verdict("circle", _most_missed(circle, edges), too_long, waits, unseen=unseen)
+        return Verdict("circle", tuple(circle), too_long, waits, unseen=unseen)
     stalled = [rank for rank in seen if rank in in_collective]
     guilty = [rank for rank in seen if rank not in in_collective]
     stuck = tuple(rank for rank in guilty if views[rank].stuck)
@@ -140,12 +140,6 @@ def _follow(
     there = {rank for wait in waits if wait.rank in stalled for rank in wait.group[1]}
     certain = too_long or all(views[rank].over for rank in there)
     return Verdict("stalled", (), certain, waits)
-
-
-def _most_missed(circle: Iterable[int], edges: Mapping[int, set[int]]) -> tuple[int, ...]:
-    """Of ranks that wait for each other, those whom most ranks wait for: they took another way than the rest."""
-    missed = {rank: sum(rank in others for others in edges.values()) for rank in circle}
-    return tuple(rank for rank, count in sorted(missed.items()) if count == max(missed.values()))
 
 
 def waits_for(views: Mapping[int, View], waits: Iterable[Wait], world: int) -> dict[int, set[int]]:
