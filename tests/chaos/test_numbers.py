@@ -124,6 +124,19 @@ def test_a_run_that_went_back_and_is_killed_later_goes_on_without_the_same_sampl
     assert_same_run(folder, whole)
 
 
+@pytest.mark.slow_chaos
+def test_a_checkpoint_alone_knows_what_was_left_out(settings: list[str], tmp_path: Path) -> None:
+    options = ["train.schedule=constant"]
+    run(tmp_path, settings, *options, fault=BAD, name="whole")
+    run(tmp_path, settings, *options, "train.steps=17", fault=BAD)
+    (tmp_path / "run/rollbacks.json").unlink()
+    run(tmp_path, settings, *options)
+    found = account(tmp_path / "run")
+    assert found.exact, found.problems
+    assert found.steps == account(tmp_path / "whole").steps
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
 def test_a_crash_right_after_going_back_does_not_forget_what_was_left_out(settings: list[str], tmp_path: Path) -> None:
     training = start(tmp_path, settings, LEDGER, fault=BAD + "step=12,phase=hooks,kind=sleep:0;")
     training.wait_for_event("rollback")

@@ -10,10 +10,12 @@ import torch
 
 from meshwright.checkpoint.load_model import load_model
 from meshwright.config import load_config
+from meshwright.errors import DataError
 from meshwright.faults import parse_faults
-from meshwright.observe.ledger import account
+from meshwright.observe.ledger import Ledger, account
 from meshwright.parallel.world import World
 from meshwright.trainer import Trainer
+from meshwright.training.loop import TrainingLoop
 from meshwright.verify.pool import RankPool
 
 BAD = ";".join(f"step={step},phase=forward,kind=nan" for step in (6, 7))
@@ -94,3 +96,26 @@ def test_going_back_gives_the_run_of_one_process(
     assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in true_losses], rel=1e-9)
     for name, weight in true_weights.items():
         assert torch.allclose(weights[name], weight, rtol=0, atol=1e-9), name
+
+
+def feed_otherwise(world: World, overrides: list[str]) -> str:
+    trainer = TrainingLoop(load_config(None, overrides), world)
+    ledger = Ledger()
+    ledger.at_start(trainer)
+    for step in range(2):
+        trainer.step = step + 1
+        samples = torch.arange(4)[None] + 4 * step + (step == 1 and world.rank == 1)
+        trainer.batch = {"samples": samples}
+        try:
+            ledger.after_step(trainer, {})
+        except DataError as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_that_share_a_part_of_the_batch_and_are_fed_other_samples_are_named(
+    pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    overrides = [*_models(corpus)["dense"], *SETTINGS, "parallel.strategy=tp=2", f"run.dir={tmp_path / 'run'}"]
+    first, _ = pool.run(feed_otherwise, 2, overrides)
+    assert "step 2: rank 1 was fed other samples than the ranks that share its part" in first
