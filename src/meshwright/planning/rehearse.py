@@ -33,8 +33,8 @@ class Rehearsal:
         return (
             f"rehearsal of rank {self.rank} (pipeline rank {self.pipeline_rank}, {self.modules} parameters): counted "
             f"{self.counted_parameters / GIB:.3f} GiB of parameters and {self.counted_optimizer / GIB:.3f} GiB of "
-            f"optimizer state; closed form {self.exact_parameters / GIB:.3f} and {self.exact_optimizer / GIB:.3f}; planned "
-            f"{self.planned_parameters / GIB:.3f} and {self.planned_optimizer / GIB:.3f}"
+            f"optimizer state; closed form {self.exact_parameters / GIB:.3f} and {self.exact_optimizer / GIB:.3f}; "
+            f"planned {self.planned_parameters / GIB:.3f} and {self.planned_optimizer / GIB:.3f}"
         )
 
 
