@@ -207,13 +207,26 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=150)
     for kind in BY:
         table = Table(title=f"by {kind}", title_justify="left", box=None)
-        for name in (kind, "rows", "median", "mean", "p90", "bias", "rank corr.", "memory rows", "median", "bias"):
+        for name in (
+            kind,
+            "rows",
+            "skipped",
+            "median",
+            "mean",
+            "p90",
+            "bias",
+            "rank corr.",
+            "memory rows",
+            "median",
+            "bias",
+        ):
             table.add_column(name, justify="left" if name == kind else "right")
         for name, group in result["groups"][kind].items():
             time, memory = group["time"], group["memory"]
             table.add_row(
                 name,
                 str(time["rows"]),
+                str(group["skipped"]) if kind == "source" else "",
                 *_cells(time),
                 _number(time.get("rank_correlation")),
                 str(memory["rows"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cluster.chips import chips, find_chip
-from meshwright.cluster.cluster import calibration_file, cores_here, cpu_ranks, parse_cluster
+from meshwright.cluster.cluster import calibration_file, chip_named, cores_here, cpu_ranks, parse_cluster
 from meshwright.errors import UserError
 from meshwright.planning.constraints import parse_constraints
 
@@ -122,3 +122,23 @@ def test_what_was_measured_here_is_used(tmp_path: Path, monkeypatch: pytest.Monk
     assert many.calibration.latency_s == 9e-4
     path.write_text("{")
     assert cpu_ranks(1).calibration is None, "what cannot be read is as if it were not there"
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81251, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "a100-40"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100"),
+        ("NVIDIA H100 PCIe", 81559, "h100-pcie"),
+        ("NVIDIA H200", 143771, "h200"),
+        ("NVIDIA GB200", 189471, "gb200"),
+        ("NVIDIA B200", 183359, "b200"),
+        ("NVIDIA GeForce RTX 4090", 24564, "rtx4090"),
+    ],
+)
+def test_what_the_driver_says_is_understood(name: str, memory: float, key: str) -> None:
+    chip = chip_named(name, memory)
+    assert chip is not None
+    assert chip.key == key
+    assert chip_named("Somebody's Card", 1000) is None

@@ -150,16 +150,16 @@ def read_cluster(path: Path) -> Cluster:
 
 def this_machine() -> Cluster:
     """What this machine has: NVIDIA GPUs where nvidia-smi lists some, else its CPU cores."""
-    names = _nvidia_names()
-    if names:
-        for key, chip in chips().items():
-            words = key.split("-")[0]
-            if words in names[0].lower().replace(" ", ""):
-                return of_chip(chip, len(names), node=len(names), note=f"this machine: {names[0]}")
-        raise UserError(
-            f"this machine has {len(names)} x {names[0]}, which is in no table; "
-            "describe it in a cluster file (docs/plan.md)"
-        )
+    found = _nvidia_gpus()
+    if found:
+        name, memory_mib = found[0]
+        chip = chip_named(name, memory_mib)
+        if chip is None:
+            raise UserError(
+                f"this machine has {len(found)} x {name}, which is in no table; "
+                "describe it in a cluster file (docs/plan.md)"
+            )
+        return of_chip(replace(chip, memory_mib=memory_mib), len(found), node=len(found), note=f"this machine: {name}")
     return cpu_ranks(cores_here())
 
 
@@ -205,13 +205,27 @@ def read_calibration() -> dict[str, float] | None:
         return None
 
 
-def _nvidia_names() -> list[str]:
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def chip_named(name: str, memory_mib: float) -> Chip | None:
+    """The chip that a driver calls so: the longest of our names in it, and of those the one with the nearest memory."""
+    plain = name.lower().replace(" ", "").replace("-", "")
+    fitting = [chip for key, chip in chips().items() if key != "cpu" and key.split("-")[0] in plain]
+    if not fitting:
+        return None
+    longest = max(len(chip.key.split("-")[0]) for chip in fitting)
+    same = [chip for chip in fitting if len(chip.key.split("-")[0]) == longest]
+    pcie = [chip for chip in same if chip.key.endswith("pcie") == ("pcie" in plain)]
+    return min(pcie or same, key=lambda chip: abs(chip.memory_mib - memory_mib))
+
+
+def _nvidia_gpus() -> list[tuple[str, float]]:
+    """Names and MiB of the GPUs that nvidia-smi lists; none where there is no such program."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    return [(name.strip(), float(memory)) for name, memory in rows if memory.strip().replace(".", "").isdecimal()]
 
 
 def _host_gib() -> float:
