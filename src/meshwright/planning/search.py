@@ -2,8 +2,9 @@
 
 Degrees and the micro-batch are taken in the order of a bound below which no choice of the rest can bring the step; when
 the bound of the next is not below the best so far, nothing better is left, and the search ends. The rest is searched in
-full: ZeRO stage, copies, schedule, layer split, recompute, offload. Of recompute=first:N only the least N that fits can
-be best, since each further layer costs time and saves memory. What a search covers is in `Space`.
+full: ZeRO stage, copies, schedule, layer split, recompute; host memory only where nothing fits without it. Of
+recompute=first:N only the least N that fits can be best, since each further layer costs time and saves memory. What a
+search covers is in `Space`.
 
 Distribution is a cost: a feature must earn one percent, or the choice without it wins.
 """
@@ -322,7 +323,8 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     start = _possible(question, space, pending) if timed else None
     best = start.score(objective)[0] * (1 + 1e-9) if start is not None else float("inf")
     for offload in ("none", "optimizer", "parameters"):
-        if not question.allows(offload=offload):
+        # Host memory is the last resort: it is looked at where nothing fits without it, or where it is asked for.
+        if not question.allows(offload=offload) or found:
             continue
         for index, degrees in enumerate(pending):
             if timed and degrees.bound >= best:
