@@ -286,7 +286,14 @@ def line_of(one: Estimate) -> str:
     """A row with its estimate."""
     row, layout = one.run.row, one.run.scenario.layout
     axes = " ".join(f"{name}={getattr(layout, name)}" for name in ("dp", "zero", "tp", "pp", "cp", "ep"))
-    known = [one.run.number, one.run.groups()["source"], row["model"], f"s={row['seq_len']}", axes, one.recompute]
+    known = [
+        one.run.number,
+        one.run.groups()["source"],
+        row.get("model", ""),
+        f"s={row.get('seq_len', '')}",
+        axes,
+        one.recompute,
+    ]
     known += [one.run.scenario.precision, f"{one.step_s:.3f} s", _percent(one.time_error, True)]
     known += [f"{one.memory_gib:.1f} GiB", _percent(one.memory_error, True), "complete" if one.run.complete else ""]
     return " ".join(map(str, known))

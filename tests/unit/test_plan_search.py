@@ -181,6 +181,13 @@ def test_a_search_takes_no_longer_than_that(gpus: int, batch: int, seconds: floa
     assert min(taken) < seconds
 
 
+def test_the_least_memory_is_found() -> None:
+    question = Question(SMALL, machines(4, 10), 2048, 16, constraints=parse_constraints(["offload=none"]))
+    best = search(question, "memory").best
+    assert best is not None
+    assert best.memory.peak == min(one.memory.peak for one in everything(question))
+
+
 def test_more_memory_is_never_slower() -> None:
     times = []
     for gib in (3, 4, 6, 10, 40):
