@@ -207,13 +207,26 @@ def show(result: dict[str, Any]) -> None:
     console = Console(width=150)
     for kind in BY:
         table = Table(title=f"by {kind}", title_justify="left", box=None)
-        for name in (kind, "rows", "median", "mean", "p90", "bias", "rank corr.", "memory rows", "median", "bias"):
+        for name in (
+            kind,
+            "rows",
+            "skipped",
+            "median",
+            "mean",
+            "p90",
+            "bias",
+            "rank corr.",
+            "memory rows",
+            "median",
+            "bias",
+        ):
             table.add_column(name, justify="left" if name == kind else "right")
         for name, group in result["groups"][kind].items():
             time, memory = group["time"], group["memory"]
             table.add_row(
                 name,
                 str(time["rows"]),
+                str(group["skipped"]) if kind == "source" else "",
                 *_cells(time),
                 _number(time.get("rank_correlation")),
                 str(memory["rows"]),
@@ -273,7 +286,14 @@ def line_of(one: Estimate) -> str:
     """A row with its estimate."""
     row, layout = one.run.row, one.run.scenario.layout
     axes = " ".join(f"{name}={getattr(layout, name)}" for name in ("dp", "zero", "tp", "pp", "cp", "ep"))
-    known = [one.run.number, one.run.groups()["source"], row["model"], f"s={row['seq_len']}", axes, one.recompute]
+    known = [
+        one.run.number,
+        one.run.groups()["source"],
+        row.get("model", ""),
+        f"s={row.get('seq_len', '')}",
+        axes,
+        one.recompute,
+    ]
     known += [one.run.scenario.precision, f"{one.step_s:.3f} s", _percent(one.time_error, True)]
     known += [f"{one.memory_gib:.1f} GiB", _percent(one.memory_error, True), "complete" if one.run.complete else ""]
     return " ".join(map(str, known))

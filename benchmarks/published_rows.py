@@ -454,7 +454,7 @@ def _chip(row: dict[str, str]) -> Chip:
     for key in sorted(chips(), key=len, reverse=True):
         if plain.startswith(key.replace("-", "")) or key.replace("-", "") in plain:
             return chips()[key]
-    raise Skip(f"unknown chip '{row['gpu']}'")
+    raise Skip(f"unknown chip '{row.get('gpu', '')}'")
 
 
 def _nic(text: str, node: int) -> float | None:
@@ -491,7 +491,9 @@ def _stored(row: dict[str, str], family: str, notes: str) -> dict[str, Any]:
     if "pure" in text or ("torchtune" in row.get("framework", "").lower()):
         # Parameters, gradients and moments in 16 bits.
         return {"parameter_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 4}
-    if "fp32 grad" in text or (family == "deepspeed" and text.startswith("bf16") and "bloom" in row["model"].lower()):
+    if "fp32 grad" in text or (
+        family == "deepspeed" and text.startswith("bf16") and "bloom" in row.get("model", "").lower()
+    ):
         return {"gradient_bytes": 6, "optimizer_bytes": 12}
     return {}
 

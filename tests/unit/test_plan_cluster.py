@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from meshwright.cluster.chips import chips, find_chip
-from meshwright.cluster.cluster import parse_cluster
+from meshwright.cluster.cluster import calibration_file, chip_named, cores_here, cpu_ranks, parse_cluster
 from meshwright.errors import UserError
 from meshwright.planning.constraints import parse_constraints
 
@@ -105,3 +106,39 @@ def test_constraints_hold_and_do_not() -> None:
     assert exact.holds({"pp": 4}), "what is not said yet is open"
     assert words.holds({"recompute": "first:3"})
     assert not words.holds({"recompute": "full"})
+
+
+def test_what_was_measured_here_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert parse_cluster("here").calibration is None or parse_cluster("here").chip.key != "cpu"
+    path = calibration_file()
+    path.parent.mkdir(parents=True)
+    measured = {"gflops": 50, "memory_gb_s": 10, "link_gb_s": 2, "layer_s": 0.001}
+    path.write_text(json.dumps(measured | {"latency_2_s": 1e-4, "latency_4_s": 3e-4, "latency_8_s": 9e-4}))
+    few, many = cpu_ranks(1), cpu_ranks(64 * cores_here())
+    assert few.chip.peak("float32") == 50e9
+    assert many.chip.peak("float32") == pytest.approx(50e9 / 64)
+    assert many.calibration is not None
+    assert many.calibration.latency_s == 9e-4
+    path.write_text("{")
+    assert cpu_ranks(1).calibration is None, "what cannot be read is as if it were not there"
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 81251, "a100"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "a100-40"),
+        ("NVIDIA H100 80GB HBM3", 81559, "h100"),
+        ("NVIDIA H100 PCIe", 81559, "h100-pcie"),
+        ("NVIDIA H200", 143771, "h200"),
+        ("NVIDIA GB200", 189471, "gb200"),
+        ("NVIDIA B200", 183359, "b200"),
+        ("NVIDIA GeForce RTX 4090", 24564, "rtx4090"),
+    ],
+)
+def test_what_the_driver_says_is_understood(name: str, memory: float, key: str) -> None:
+    chip = chip_named(name, memory)
+    assert chip is not None
+    assert chip.key == key
+    assert chip_named("Somebody's Card", 1000) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -40,12 +41,20 @@ def machines(gpus: int, gib: float, nic: float = 50) -> Cluster:
 
 
 def everything(question: Question) -> Iterator[Candidate]:
-    """Every strategy of the space with every recompute that there is, simulated."""
+    """Every strategy of the space with every recompute that there is, simulated; host memory as the last resort."""
+    for offload in ("none", "optimizer", "parameters"):
+        found = list(with_offload(question, offload))
+        yield from found
+        if found:
+            return
+
+
+def with_offload(question: Question, offload: str) -> Iterator[Candidate]:
     space = Space(question)
     layers = question.spec.num_hidden_layers
     words = ["none", "selective", "full", *(f"first:{count}" for count in range(1, layers))]
     for degrees in space.degrees():
-        for offload in ("none", "optimizer", "parameters"):
+        if question.allows(offload=offload):
             for zero, shard, method in space.states(degrees):
                 if offload == "parameters" and (zero < 2 or degrees.dp * degrees.cp == 1):
                     continue
@@ -71,12 +80,18 @@ def everything(question: Question) -> Iterator[Candidate]:
     ("spec", "cluster", "batch", "words"),
     [
         (SMALL, machines(4, 6), 16, ""),
-        (SMALL, machines(4, 4), 16, ""),
-        (SMALL, machines(8, 3.2, 5), 16, ""),
-        (SMALL, machines(8, 10, 2), 8, "micro_batch<=2"),
-        (SMALL, machines(8, 2.9), 16, "tp<=2 cp=1"),
-        (SMALL, machines(2, 7), 8, "zero<=1"),
-        (SPARSE, machines(4, 5), 8, "tp=1 micro_batch<=2"),
+        (SMALL, machines(4, 10), 16, ""),
+        (SMALL, machines(4, 2), 16, ""),
+        (SMALL, machines(8, 5, 5), 16, ""),
+        (SMALL, machines(8, 12, 2), 8, "micro_batch<=2"),
+        (SMALL, machines(8, 5), 16, "tp<=2 cp=1"),
+        (SMALL, machines(2, 12), 8, "zero<=1"),
+        (SMALL, machines(4, 6), 16, "tp=1 offload=none recompute!=selective"),
+        (SMALL, machines(4, 8), 32, "pp=1 offload=none recompute!=selective"),
+        (SMALL, machines(2, 10), 8, "offload=none zero>=2 recompute!=selective"),
+        (SMALL, machines(2, 9), 16, "micro_batch>=4"),
+        (SMALL, machines(2, 7), 16, "micro_batch>=4"),
+        (SPARSE, machines(4, 9), 8, "tp=1 micro_batch<=2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -153,6 +168,24 @@ def test_constraints_that_leave_nothing_are_told() -> None:
     question = Question(SMALL, machines(4, 6), 2048, 16, constraints=parse_constraints(["tp=3"]))
     with pytest.raises(UserError, match="tp=3"):
         search(question)
+
+
+@pytest.mark.parametrize(("gpus", "batch", "seconds"), [(64, 512, 1.0), (4096, 4096, 2.0)])
+def test_a_search_takes_no_longer_than_that(gpus: int, batch: int, seconds: float) -> None:
+    question = Question(preset("llama3.1-70b"), parse_cluster(f"{gpus}xh100"), 8192, batch)
+    taken = []
+    for _ in range(3):
+        started = time.process_time()
+        search(question)
+        taken.append(time.process_time() - started)
+    assert min(taken) < seconds
+
+
+def test_the_least_memory_is_found() -> None:
+    question = Question(SMALL, machines(4, 10), 2048, 16, constraints=parse_constraints(["offload=none"]))
+    best = search(question, "memory").best
+    assert best is not None
+    assert best.memory.peak == min(one.memory.peak for one in everything(question))
 
 
 def test_more_memory_is_never_slower() -> None:

@@ -24,7 +24,7 @@ ASKED = ("longest-sequence", "largest-micro-batch", "largest-model", "fewest-gpu
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of `meshwright plan`."""
     parser.add_argument("--model", metavar="PRESET|FOLDER|CONFIG.JSON", help="a preset, a Hugging Face folder or file")
-    parser.add_argument("--cluster", required=True, metavar="64xh100|FILE|here", help="the machines")
+    parser.add_argument("--cluster", metavar="64xh100|FILE|here", help="the machines")
     parser.add_argument(
         "--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)"
     )
@@ -42,6 +42,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval"
     )
     parser.add_argument("--interval", type=float, metavar="S", help="with --spot: seconds between checkpoints")
+    parser.add_argument("--calibrate", action="store_true", help="measure this machine's cores for --cluster here")
     parser.add_argument(
         "--rehearse", type=int, metavar="RANK", help="build that rank's split model and count (needs torch)"
     )
@@ -67,6 +68,10 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.cluster.cluster import parse_cluster
     from meshwright.planning.answer import plan
 
+    if args.calibrate:
+        return _calibrate()
+    if args.cluster is None:
+        raise UserError("--cluster is missing; write a number of chips (64xh100), a cluster file, or here")
     if args.model is None and args.ask != "largest-model":
         raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
     if args.out is not None and args.emit is None:
@@ -127,6 +132,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(made, said)
     return 0 if made.best is not None else 1
+
+
+def _calibrate() -> int:
+    """Measure this machine."""
+    from meshwright.torch_support import require_torch
+
+    require_torch()
+    os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    from meshwright.planning.calibrate import calibrate
+
+    found, path = calibrate()
+    for name, value in found.items():
+        print(f"{name:<12} {value:.4g}")
+    print(f"wrote {path}; `--cluster here` uses it from now on")
+    return 0
 
 
 def _print(made: Plan, said: list[str]) -> None:

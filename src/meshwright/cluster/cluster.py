@@ -5,8 +5,10 @@ No torch. Ranks are placed in order: consecutive ranks share a machine, as every
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import tomllib
 from dataclasses import dataclass, replace
@@ -17,8 +19,21 @@ from meshwright.cluster.chips import Chip, check_positive, chips, find_chip, mak
 from meshwright.errors import UserError, nearest
 
 HERE = "here"
+CROWDS = (2, 4, 8)
+"""Ranks on this machine whose collectives are measured."""
+_MEASURED = ("gflops", "memory_gb_s", "link_gb_s", "layer_s")
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.\- ]*)")
 _FILE_KEYS = ("chip", "nodes", "gpus_per_node", "nic", "link", "domain", "price", "host_gib", "reserve_gib")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured on these machines; chips' peaks and bandwidths are then those that were measured too."""
+
+    layer_s: float
+    """Least time for a layer's forward pass."""
+    latency_s: float
+    """Of a collective, for each of its steps."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class Cluster:
     reserve_gib: float = 0.0
     """Memory of a chip that others use."""
     note: str = ""
+    calibration: Calibration | None = None
 
     @property
     def nodes(self) -> int:
@@ -134,29 +150,82 @@ def read_cluster(path: Path) -> Cluster:
 
 def this_machine() -> Cluster:
     """What this machine has: NVIDIA GPUs where nvidia-smi lists some, else its CPU cores."""
-    names = _nvidia_names()
-    if names:
-        for key, chip in chips().items():
-            words = key.split("-")[0]
-            if words in names[0].lower().replace(" ", ""):
-                return of_chip(chip, len(names), node=len(names), note=f"this machine: {names[0]}")
-        raise UserError(
-            f"this machine has {len(names)} x {names[0]}, which is in no table; "
-            "describe it in a cluster file (docs/plan.md)"
-        )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gib = _host_gib()
-    chip = replace(chips()["cpu"], memory_mib=gib * 1024 / cores, host_gib=gib / cores)
-    return of_chip(chip, cores, node=cores, note="this machine's CPU cores")
+    found = _nvidia_gpus()
+    if found:
+        name, memory_mib = found[0]
+        chip = chip_named(name, memory_mib)
+        if chip is None:
+            raise UserError(
+                f"this machine has {len(found)} x {name}, which is in no table; "
+                "describe it in a cluster file (docs/plan.md)"
+            )
+        return of_chip(replace(chip, memory_mib=memory_mib), len(found), node=len(found), note=f"this machine: {name}")
+    return cpu_ranks(cores_here())
 
 
-def _nvidia_names() -> list[str]:
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+def cores_here() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_ranks(ranks: int) -> Cluster:
+    """That many ranks on this machine's cores, which they share; with what was measured here, if it was."""
+    cores, gib = cores_here(), _host_gib()
+    chip = replace(chips()["cpu"], memory_mib=gib * 1024 / ranks, host_gib=gib / ranks)
+    measured = read_calibration()
+    share = min(1.0, cores / ranks)
+    calibration = None
+    if measured is not None:
+        tflops = {"float32": measured["gflops"] / 1e3, "bf16": measured["gflops"] / 2e3}
+        chip = replace(chip, tflops=tflops, memory_bandwidth=measured["memory_gb_s"], link=measured["link_gb_s"])
+        crowd = next((size for size in CROWDS if size >= ranks), CROWDS[-1])
+        calibration = Calibration(measured["layer_s"] / share, measured[f"latency_{crowd}_s"])
+    chip = replace(
+        chip,
+        tflops={dtype: peak * share for dtype, peak in chip.tflops.items()},
+        memory_bandwidth=chip.memory_bandwidth * share,
+        link=chip.link * share,
+    )
+    note = "this machine's CPU cores" + (", calibrated" if measured is not None else "")
+    return of_chip(chip, ranks, node=ranks, domain=ranks, note=note, calibration=calibration)
+
+
+def calibration_file() -> Path:
+    """Where `meshwright plan --calibrate` stores what it measured."""
+    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(home) / "meshwright" / f"calibration-{socket.gethostname()}.json"
+
+
+def read_calibration() -> dict[str, float] | None:
+    """What was measured on this machine; None where nothing was, or nothing that can be read."""
+    try:
+        values = json.loads(calibration_file().read_text(encoding="utf-8"))
+        return {name: float(values[name]) for name in (*_MEASURED, *(f"latency_{ranks}_s" for ranks in CROWDS))}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def chip_named(name: str, memory_mib: float) -> Chip | None:
+    """The chip that a driver calls so: the longest of our names in it, and of those the one with the nearest memory."""
+    plain = name.lower().replace(" ", "").replace("-", "")
+    fitting = [chip for key, chip in chips().items() if key != "cpu" and key.split("-")[0] in plain]
+    if not fitting:
+        return None
+    longest = max(len(chip.key.split("-")[0]) for chip in fitting)
+    same = [chip for chip in fitting if len(chip.key.split("-")[0]) == longest]
+    pcie = [chip for chip in same if chip.key.endswith("pcie") == ("pcie" in plain)]
+    return min(pcie or same, key=lambda chip: abs(chip.memory_mib - memory_mib))
+
+
+def _nvidia_gpus() -> list[tuple[str, float]]:
+    """Names and MiB of the GPUs that nvidia-smi lists; none where there is no such program."""
+    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
+    return [(name.strip(), float(memory)) for name, memory in rows if memory.strip().replace(".", "").isdecimal()]
 
 
 def _host_gib() -> float:

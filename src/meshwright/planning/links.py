@@ -6,7 +6,7 @@ ranks sit in one domain they share the work: each sends through its own network 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 
 from meshwright.cluster.cluster import Cluster
@@ -35,6 +35,9 @@ class Links:
     """Times of collectives on a cluster, in seconds; sizes are bytes of the whole tensor unless said otherwise."""
 
     def __init__(self, cluster: Cluster, common: Common) -> None:
+        if cluster.calibration is not None:
+            latency = cluster.calibration.latency_s
+            common = replace(common, link=1.0, nic=1.0, link_latency_s=latency, nic_latency_s=latency)
         self.common = common
         self.link = cluster.link * 1e9 * common.link
         self.nic = cluster.nic * 1e9 * common.nic

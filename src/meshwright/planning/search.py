@@ -2,8 +2,9 @@
 
 Degrees and the micro-batch are taken in the order of a bound below which no choice of the rest can bring the step; when
 the bound of the next is not below the best so far, nothing better is left, and the search ends. The rest is searched in
-full: ZeRO stage, copies, schedule, layer split, recompute, offload. Of recompute=first:N only the least N that fits can
-be best, since each further layer costs time and saves memory. What a search covers is in `Space`.
+full: ZeRO stage, copies, schedule, layer split, recompute; host memory only where nothing fits without it. Of
+recompute=first:N only the least N that fits can be best, since each further layer costs time and saves memory. What a
+search covers is in `Space`.
 
 Distribution is a cost: a feature must earn one percent, or the choice without it wins.
 """
@@ -251,11 +252,12 @@ class Space:
         if key not in self._holds:
             self._holds[key] = any(
                 memory_of(self.question.scenario(layout, degrees.micro_batch), quick=True).verdict == "fits"
-                for layout in self._smallest(degrees, offload, zero)
+                for layout in self.smallest(degrees, offload, zero)
             )
         return self._holds[key]
 
-    def _smallest(self, degrees: Degrees, offload: str, zero: int) -> Iterator[Layout]:
+    def smallest(self, degrees: Degrees, offload: str, zero: int) -> Iterator[Layout]:
+        """What holds the least with that stage: both layer splits."""
         for layers in self.splits(degrees.pp, "1f1b"):
             yield replace(
                 _plain(degrees),
@@ -315,35 +317,57 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     pending = _pending(question, space)
     if not pending:
         raise UserError(_no_degrees(question))
+    if objective == "memory":
+        return _least_memory(question, space, pending, keep)
     found: list[Candidate] = []
     estimated = bounded = 0
-    timed = objective != "memory"
     # A little more than what is known to be possible, so that it is found again.
-    start = _possible(question, space, pending) if timed else None
+    start = _possible(question, space, pending)
     best = start.score(objective)[0] * (1 + 1e-9) if start is not None else float("inf")
     for offload in ("none", "optimizer", "parameters"):
-        if not question.allows(offload=offload):
+        # Host memory is the last resort: it is looked at where nothing fits without it, or where it is asked for.
+        if not question.allows(offload=offload) or found:
             continue
         for index, degrees in enumerate(pending):
-            if timed and degrees.bound >= best:
+            if degrees.bound >= best:
                 bounded += len(pending) - index
                 break
-            if timed and offload != "none" and _with_offload(question, degrees) >= best:
+            if offload != "none" and _with_offload(question, degrees) >= best:
                 bounded += 1
                 continue
             if not any(space.may_hold(degrees, offload, zero) for zero in space.zero_stages(degrees, offload)):
                 continue
-            least = _Least(question, space, degrees, offload)
-            if timed and bound_with_memory(question, degrees, least) >= best:
+            if bound_with_memory(question, degrees, _Least(question, space, degrees, offload)) >= best:
                 bounded += 1
                 continue
-            for candidate in _choices(question, space, degrees, offload, best if timed else float("inf")):
+            for candidate in _choices(question, space, degrees, offload, best):
                 estimated += 1
                 found.append(candidate)
                 best = min(best, candidate.score(objective)[0])
     found.sort(key=lambda one: one.score(objective))
     nearest = None if found else _nearest(question, space, pending)
     return Found(found[0] if found else None, found[:keep], nearest, estimated, bounded)
+
+
+def _least_memory(question: Question, space: Space, pending: Sequence[Degrees], keep: int) -> Found:
+    """What needs the least memory, without host memory unless it is asked for: all recompute, the leanest schedule."""
+    offload = next((one for one in ("none", "optimizer", "parameters") if question.allows(offload=one)), "none")
+    sized = [
+        (memory_of(question.scenario(layout, degrees.micro_batch), quick=True).peak, index, layout, degrees)
+        for index, (degrees, layout) in enumerate(
+            (degrees, layout)
+            for degrees in pending
+            for zero in space.zero_stages(degrees, offload)
+            for layout in space.smallest(degrees, offload, zero)
+            if _allowed(question, layout)
+        )
+    ]
+    found = []
+    for _, _, layout, degrees in sorted(sized, key=lambda one: one[:2])[:keep]:
+        found.append(estimate(question, layout.strategy(), degrees.micro_batch))
+    fitting = sorted((one for one in found if one.fits), key=lambda one: one.score("memory"))
+    nearest = None if fitting or not found else found[0]
+    return Found(fitting[0] if fitting else None, fitting, nearest, len(sized), 0)
 
 
 def plain_best(question: Question, most: int = 1 << 30) -> Candidate | None:

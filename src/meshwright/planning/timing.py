@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil, log2
 
 from meshwright.planning import blocks, pipeline
@@ -23,6 +23,8 @@ HOST_LINK = 25e9
 HOST_ADAM = 12e9
 """Bytes of parameters and moments that the host cores of one rank update in a second."""
 
+CPU_LAYER_S = 0.001
+"""Least time for a layer's forward pass on a CPU where nothing was measured."""
 OFFLOAD_S = (4 + 4) / HOST_LINK + 16 / HOST_ADAM
 """Seconds for each parameter that is updated in host memory."""
 
@@ -108,6 +110,15 @@ class Timer:
         self.scenario, self.constants = scenario, constants
         chip, speed = scenario.cluster.chip, constants.chip(scenario.cluster.chip.key)
         software = scenario.software
+        self.on_cpu = chip.key == "cpu"
+        if self.on_cpu:
+            # Nothing runs beside a core's own work, and every operation is waited for.
+            calibration = scenario.cluster.calibration
+            layer_s = calibration.layer_s if calibration is not None else CPU_LAYER_S
+            software = replace(
+                software, compute=1.0, overlap=0.0, contention=0.0, tp_exposed=1.0, ep_exposed=1.0, passes=1.0,
+                host_s=layer_s, host_experts_s=2 * layer_s, step_s=2 * layer_s, jitter=0.0,
+            )  # fmt: skip
         self.software = software
         self.common = constants.common
         wide = chip.peak(scenario.wide) * speed.gemm * software.compute
@@ -208,8 +219,10 @@ class Timer:
         if not scenario.flash_attention and layout.recompute == "selective":
             backward += attention_forward
         host = (software.host_experts_s if sparse else software.host_s) * self.host
-        forward = max(forward, host)
-        total = max(backward + weights, 2 * host)
+        if self.on_cpu:
+            forward, total = forward + host, backward + weights + 2 * host
+        else:
+            forward, total = max(forward, host), max(backward + weights, 2 * host)
         backward = total - weights
         result = Layer(forward, backward, weights)
         result.tp_forward, tp_backward = self._tensor(work)
