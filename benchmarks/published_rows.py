@@ -454,7 +454,7 @@ def _chip(row: dict[str, str]) -> Chip:
     for key in sorted(chips(), key=len, reverse=True):
         if plain.startswith(key.replace("-", "")) or key.replace("-", "") in plain:
             return chips()[key]
-    raise Skip(f"unknown chip '{row.get('gpu', '')}'")
+    raise Skip(f"unknown chip '{text}'")
 
 
 def _nic(text: str, node: int) -> float | None:

@@ -214,7 +214,7 @@ def plan(
     length = sequence_length or min(spec.max_position_embeddings, 4096)
     if length < 1 or (global_batch is not None and global_batch < 1):
         raise UserError("sequence length and global batch must be whole numbers from 1")
-    batch = global_batch or max(TOKENS_PER_STEP // length // machines.gpus * machines.gpus, machines.gpus)
+    batch = global_batch or default_batch(length, machines.gpus)
     texts = [constraints] if isinstance(constraints, str) else list(constraints)
     question = Question(spec, machines, length, batch, precision, parse_constraints(texts))
     _check_precision(question)
@@ -234,6 +234,12 @@ def plan(
     by = "memory" if objective == "memory" else "throughput"
     candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
     return Plan(question, name, best, candidates, runners, fewer, found, tokens)
+
+
+def default_batch(length: int, gpus: int) -> int:
+    """About 4M tokens, in samples: a power of two for each chip, so that micro-batches of all sizes divide it."""
+    each = max(1, TOKENS_PER_STEP // length // gpus)
+    return gpus * (1 << (each.bit_length() - 1))
 
 
 def _members(runners: Iterable[Runner]) -> list[Candidate]:
