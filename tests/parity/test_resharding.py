@@ -64,7 +64,7 @@ def saved(world: World, case: Case, folder: Path, background: bool) -> dict[str,
     for number in range(2):
         step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
     facts = Manifest(step=2, position=0, strategy=case.strategy, model=case.spec, tensors={})
-    saver = Saver(LocalPlace(folder), world.side_channel(60), Retention())
+    saver = Saver(LocalPlace(folder), world.side_channel(), Retention())
     saver.save(facts, parts_of(step.model, step.optimizer), background=background)
     found = digests(step)
     saver.wait()

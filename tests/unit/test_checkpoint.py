@@ -358,6 +358,25 @@ def test_pickles_are_not_run(tmp_path: Path, tensors: Tensors, file: str) -> Non
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_link_to_a_checkpoint_elsewhere_is_not_one_of_the_run(tmp_path: Path, tensors: Tensors) -> None:
+    folder = saved(tmp_path / "elsewhere", 1, tensors)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/step-000001").symlink_to(folder)
+    with pytest.raises(CheckpointError, match="is a link"):
+        LocalPlace(tmp_path / "here").child("step-000001")
+
+
+@pytest.mark.parametrize("where", ["begin", "create", "publish"])
+def test_an_error_that_nobody_thought_of_is_an_outcome(
+    tmp_path: Path, tensors: Tensors, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("something new")
+
+    monkeypatch.setattr(LocalPlace, where, fail)
+    assert "something new" in str(save(tmp_path, 1, tensors, background=True).error)
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_links_pipes_and_folders_are_no_files(tmp_path: Path, tensors: Tensors, kind: str) -> None:
     folder = saved(tmp_path, 1, tensors)

@@ -26,7 +26,7 @@ def load_model(
     path = Path(folder_or_preset)
     if (path / "config.json").exists():
         return load_hf(path, device=device, dtype=dtype).eval()
-    checkpoint = find_checkpoint(path)
+    checkpoint = find_checkpoint(folder_or_preset)
     if checkpoint is not None:
         reader = CheckpointReader(checkpoint)
         spec = reader.manifest.model
@@ -46,7 +46,7 @@ def load_model(
     return build(spec, seed, device, dtype or torch.float32).eval()
 
 
-def find_checkpoint(path: Path) -> Place | None:
+def find_checkpoint(path: str | Path) -> Place | None:
     """The checkpoint that a path means: itself, or the latest one of a run."""
     try:
         return latest_checkpoint(path)

@@ -122,7 +122,10 @@ class LocalPlace(Place):
         return str(self.path)
 
     def child(self, name: str) -> LocalPlace:
-        return LocalPlace(self.path / self.checked(name))
+        path = self.path / self.checked(name)
+        if path.is_symlink():
+            raise CheckpointError(f"{path} is a link; a checkpoint is a folder of its own")
+        return LocalPlace(path)
 
     def names(self) -> list[str]:
         try:

@@ -162,8 +162,8 @@ class Saver:
                 chosen = self._choose(said, planner, planned)
                 key = writer.begin(planned.nbytes)
                 answers = [{"key": key, "mine": mine} for mine in chosen]
-            except CheckpointError as error:
-                answers = [{"error": str(error)}] * self.exchange.size
+            except Exception as error:  # Whatever it is, the others wait for an answer.
+                answers = [{"error": _said(error)}] * self.exchange.size
         answer = self.exchange.answer(answers)
         if "error" in answer:
             raise CheckpointError(answer["error"])
@@ -210,15 +210,15 @@ class Saver:
             if self.durable_step != job.step:
                 job.writer.abandon()
             seconds = time.perf_counter() - job.started
-            self._outcomes.append(Outcome(job.step, seconds, job.stalled, error=f"{type(error).__name__}: {error}"))
+            self._outcomes.append(Outcome(job.step, seconds, job.stalled, error=_said(error)))
 
     def _write(self, job: _Job) -> str | None:
         """Write and commit; gives what went wrong."""
         try:
             results = job.writer.write_data(job.plan, job.planner).value()
             said: dict[str, Any] = {"stored": [_told(result) for result in results]}
-        except (CheckpointError, OSError, RuntimeError) as error:
-            said = {"error": f"rank {self.exchange.rank} on {socket.gethostname()}: {error}"}
+        except Exception as error:  # Whatever it is, the first rank waits for a word.
+            said = {"error": f"rank {self.exchange.rank} on {socket.gethostname()}: {_said(error)}"}
         everyone = self.exchange.collect(said)
         failed: str | None = None
         if self.exchange.is_first:
@@ -228,9 +228,10 @@ class Saver:
                     raise CheckpointError("; ".join(errors))
                 assert job.planned.metadata is not None
                 job.writer.finish(job.planned.metadata, [[_heard(one) for one in told["stored"]] for told in everyone])
-            except CheckpointError as failure:
-                job.writer.abandon()
-                failed = str(failure)
+            except Exception as failure:
+                failed = _said(failure)
+                with suppress(Exception):
+                    job.writer.abandon()
         answer: str | None = self.exchange.answer([failed] * self.exchange.size)
         return answer
 
@@ -240,15 +241,21 @@ class Saver:
             return [], []
         folder = self.checkpoints.child(step_name(job.step))
         own = {f"{item.index.fqn.split('.')[0]}-{self.exchange.rank:05d}.safetensors" for item in job.plan.items}
-        found = find_damage(folder, own, threads=1, between=self._pace.breathe)
+        try:
+            found = find_damage(folder, own, threads=1, between=self._pace.breathe)
+        except Exception as error:
+            found = [Damage(", ".join(sorted(own)), None, f"{folder} cannot be read again: {_said(error)}")]
         everyone = self.exchange.collect([[one.file, one.tensor, one.what] for one in found])
         damage = [Damage(*one) for told in everyone for one in told]
         pruned = []
         if self.exchange.is_first:
-            mark(folder, damage)
-            self._at("retention", job.step)
-            if not damage:
-                pruned = prune(self.checkpoints, self.retention)
+            try:
+                mark(folder, damage)
+                self._at("retention", job.step)
+                if not damage:
+                    pruned = prune(self.checkpoints, self.retention)
+            except Exception as error:
+                damage.append(Damage(step_name(job.step), None, f"{self.checkpoints}: {_said(error)}"))
         answer = self.exchange.answer([[[one.file, one.tensor, one.what] for one in damage]] * self.exchange.size)
         return [Damage(*one) for one in answer], pruned
 
@@ -300,6 +307,10 @@ class _StagedPlanner(PieceSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._staged[write_item.index]
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def _described(item: WriteItem) -> list[Any]:

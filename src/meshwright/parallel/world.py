@@ -49,10 +49,13 @@ class World:
         """The process group of all ranks; None in a world of one."""
         return dist.group.WORLD if self.size > 1 else None
 
-    def side_channel(self, timeout_s: float) -> Exchange:
-        """A way for the ranks to tell each other things, on a group of its own; all ranks ask for one together."""
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
-        return Exchange(group)
+    def side_channel(self) -> Exchange:
+        """A way for the ranks to tell each other things, on a group of its own; all ranks ask for one together.
+
+        Whoever writes to slow storage may take long, and one that is gone is noticed by its connection: a day is the
+        limit, not that of collectives.
+        """
+        return Exchange(dist.new_group(backend="gloo", timeout=timedelta(days=1)) if self.size > 1 else None)
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place."""

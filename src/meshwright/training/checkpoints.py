@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -55,7 +56,8 @@ class SaveCheckpoints(Hook):
         return self.saver
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
-        self._metrics = {name: value for name, value in metrics.items() if name in ("loss", "eval_loss", "grad_norm")}
+        # Of all that is measured, the numbers: JSON has no others.
+        self._metrics = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         every = trainer.config.checkpoint.every
         saver = self._make_saver(trainer)
         if every and trainer.step % every == 0 and not trainer.finished:
@@ -240,8 +242,8 @@ def _try(trainer: TrainingLoop, folder: Place) -> str | None:
         trainer.restore(reader)
     except DamageError as error:
         return str(error)
-    except FileNotFoundError as error:
-        return f"{error.filename} is missing"
+    except OSError as error:
+        return f"{folder} cannot be read: {error}"
     return None
 
 

@@ -47,7 +47,7 @@ class TrainingLoop:
             Rollbacks(self.job.folder.rollbacks).finish(checkpoints)
         self.world.sum(torch.zeros(1))
         self.checkpoints = checkpoints
-        self.exchange = self.world.side_channel(config.elastic.timeout_s)
+        self.exchange = self.world.side_channel()
         self.run_id = self.job.folder.run_id()
         self.rollbacks = Rollbacks(self.job.folder.rollbacks)
         self.going_back: GoBack | None = None
