@@ -71,7 +71,7 @@ class Bench:
         self.number = self.dcp_number = 0
         for name in ("ours", "dcp"):
             (folder / name).mkdir(exist_ok=True)
-        self.saver = Saver(LocalPlace(folder / "ours"), world.side_channel(), Retention(), verify=False, cpu_share=0.03)
+        self.saver = Saver(LocalPlace(folder / "ours"), world.side_channel(), Retention(), cpu_share=0.03)
         self.parts = {name: Held.of(tensor) for name, tensor in state.items()}
 
     def facts(self) -> Manifest:

@@ -19,6 +19,7 @@ import psutil
 
 from meshwright.data.prepare import prepare
 from meshwright.errors import ExitCode
+from meshwright.observe.ledger import account
 from tests.chaos.conftest import SETTINGS
 from tests.chaos.runs import Training, assert_same_run, checkpoints, events, last_step, losses, start
 from tests.conftest import write_text
@@ -37,6 +38,7 @@ def run_with_kills(folder: Path, settings: list[str], kills: int, seed: int) -> 
         # Kills may hit the same step again and again by chance.
         "elastic.same_step_failures=1000",
         "observe.log_every=1000",
+        "observe.ledger=true",
     ]
     output = (folder / "output.txt").open("w")
     training = start(folder, settings, *options, name="killed", output=output)
@@ -93,11 +95,19 @@ def kill_some(training: Training, numbers: list[int]) -> None:
 
 def undisturbed_run(folder: Path, settings: list[str], kills: int) -> Path:
     """The same run without kills."""
-    options = [f"train.steps={STEPS_A_KILL * kills}", "checkpoint.every=1000", "observe.log_every=1000"]
+    options = [f"train.steps={STEPS_A_KILL * kills}", "checkpoint.every=1000"]
+    options += ["observe.log_every=1000", "observe.ledger=true"]
     training: Training = start(folder, settings, *options, name="undisturbed")
     ended = training.wait(600)
     assert ended.code == ExitCode.DONE, ended.err
     return training.folder
+
+
+def assert_same_samples(found: Path, expected: Path) -> None:
+    """Every step was fed the samples that it would have been fed, and none was lost or repeated."""
+    killed, whole = account(found), account(expected)
+    assert not killed.problems, killed.problems[:5]
+    assert killed.steps == whole.steps
 
 
 def main() -> int:
@@ -115,6 +125,7 @@ def main() -> int:
         expected = undisturbed_run(folder, settings, args.kills)
         found = run_with_kills(folder, settings, args.kills, args.seed)
         assert_same_run(found, expected)
+        assert_same_samples(found, expected)
         print(f"{len(losses(found))} steps, each recorded once; losses and weights are those of the undisturbed run")
     return 0
 

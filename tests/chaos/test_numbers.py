@@ -160,6 +160,18 @@ def test_everything_since_the_checkpoint_can_be_left_out(settings: list[str], tm
     assert found.steps[11] == [(104, 112)]
 
 
+def test_a_stop_in_the_step_that_must_be_undone_does_not_save_it(settings: list[str], tmp_path: Path) -> None:
+    faults = "rank=1,step=12,phase=forward,kind=nan;rank=0,step=11,phase=forward,kind=sigterm"
+    options = ("elastic.bad_steps=1", LEDGER)
+    training = start(tmp_path, settings, *options, fault=faults)
+    assert training.wait().code == ExitCode.PREEMPTED
+    assert checkpoints(training.folder)[-1] == 10
+    again = start(tmp_path, settings, *options)
+    assert again.wait().code == ExitCode.DONE
+    assert [line["step"] for line in metrics(again.folder)] == list(range(1, STEPS + 1))
+    assert not account(again.folder).problems
+
+
 def test_rollbacks_that_do_not_help_end_the_run_as_diverged(settings: list[str], tmp_path: Path) -> None:
     always = "rank=1,step=8,phase=forward,kind=nan,times=99"
     bounds = ["elastic.bad_steps=1", "elastic.rollbacks=2"]

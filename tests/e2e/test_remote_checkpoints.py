@@ -51,7 +51,7 @@ def test_a_run_saves_to_s3_and_goes_on_from_there_on_another_number_of_ranks(
     stopped = meshwright("train", *options, "--nproc", 2, "checkpoint.every=2", "train.steps=4")
     assert stopped.returncode == 0, stopped.stderr
     assert not (tmp_path / "a/checkpoints").exists()
-    assert {key.split("/")[1] for key in keys(bucket, "a/")} == {"step-000002", "step-000004"}
+    assert {key.split("/")[1] for key in keys(bucket, "a/step")} == {"step-000002", "step-000004"}
     verified = meshwright("checkpoint", "verify", "s3://runs/a")
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert verified.stdout.count("ok ") == 2

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from meshwright.checkpoint.format import MANIFEST, DamageError, Manifest, list_c
 from meshwright.checkpoint.load_model import load_model
 from meshwright.checkpoint.marks import mark, verified_at
 from meshwright.checkpoint.pieces import Held, PieceSavePlanner
-from meshwright.checkpoint.place import LocalPlace
+from meshwright.checkpoint.place import LocalPlace, open_place, own_place
 from meshwright.checkpoint.reader import CheckpointReader, load_parts
 from meshwright.checkpoint.retention import Known, Retention, prune
+from meshwright.checkpoint.safetensors_file import make_header
 from meshwright.checkpoint.saver import Outcome, Saver
 from meshwright.checkpoint.training_state import parts_of, restore
 from meshwright.checkpoint.writer import CheckpointWriter
@@ -313,7 +315,7 @@ def test_folders_that_are_not_checkpoints_are_not_listed(tmp_path: Path, tensors
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-000003"]
 
 
-def rewritten(folder: Path, change: Callable[[dict[str, object]], None]) -> None:
+def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """A manifest that somebody made to agree with itself."""
     from meshwright.checkpoint.format import _compact, digest_of
 
@@ -330,8 +332,8 @@ def test_crafted_manifests_lead_nowhere(tmp_path: Path, tensors: Tensors) -> Non
         folder = saved(tmp_path / "c", number + 1, tensors)
         shutil.copy(folder / "model-00000.safetensors", outside)
 
-        def change(content: dict[str, object], path: str = path) -> None:
-            content["tensors"]["model.x"]["pieces"][0]["file"] = path  # type: ignore[index]
+        def change(content: dict[str, Any], path: str = path) -> None:
+            content["tensors"]["model.x"]["pieces"][0]["file"] = path
 
         rewritten(folder, change)
         with pytest.raises(DamageError, match="outside of the checkpoint"):
@@ -401,21 +403,114 @@ def test_sizes_are_seen_to_be_there_before_memory_is_taken(tmp_path: Path, tenso
     with pytest.raises(DamageError, match="header cannot be"):
         loaded(folder, tensors)
 
-    def enlarge(content: dict[str, object]) -> None:
-        content["tensors"]["model.x"]["shape"] = [10**9, 10**9]  # type: ignore[index]
-        content["tensors"]["model.x"]["pieces"][0]["shape"] = [10**9, 10**9]  # type: ignore[index]
+    def enlarge(content: dict[str, Any]) -> None:
+        content["tensors"]["model.x"]["shape"] = [10**9, 10**9]
+        content["tensors"]["model.x"]["pieces"][0]["shape"] = [10**9, 10**9]
 
     path.write_bytes(data)
     rewritten(folder, enlarge)
     found = find_damage(LocalPlace(folder))
     assert [damage.tensor for damage in found] == ["model.x"]
 
-    def grow(content: dict[str, object]) -> None:
-        content["model"]["hidden_size"] = 2**40  # type: ignore[index]
+    def grow(content: dict[str, Any]) -> None:
+        content["model"]["hidden_size"] = 2**40
 
     rewritten(folder, grow)
     with pytest.raises(CheckpointError):
         load_model(folder)
+
+
+def test_crafted_files_take_no_memory_and_end_in_words(tmp_path: Path, tensors: Tensors) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    path = folder / "model-00000.safetensors"
+    header = b"[" * 200_000
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "header cannot be read" in find_damage(LocalPlace(folder))[0].what
+
+    # A tensor of a tebibyte, in a file that says to be as long and holds nothing.
+    folder = saved(tmp_path, 2, {"model.x": torch.zeros(4)})
+    path = folder / "model-00000.safetensors"
+    raw, made = make_header({"model.x": ("float32", (2**38,))})
+    path.write_bytes(raw)
+    os.truncate(path, made.file_bytes)
+
+    def grow(content: dict[str, Any]) -> None:
+        entry = content["tensors"]["model.x"]
+        entry["shape"] = entry["pieces"][0]["shape"] = [2**38]
+        content["files"]["model-00000.safetensors"] = {"nbytes": made.file_bytes, "header": made.digest}
+
+    rewritten(folder, grow)
+    read = LocalPlace.read
+    amounts: list[int] = []
+
+    def few(place: LocalPlace, name: str, start: int, buffer: memoryview) -> int:
+        amounts.append(len(buffer))
+        return read(place, name, start, buffer) if start < 2**28 else 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalPlace, "read", few)
+        assert "cut short" in find_damage(LocalPlace(folder))[0].what
+    assert max(amounts) <= 2**24
+
+
+def test_model_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    saver_of(tmp_path).save(facts(1), parts_of(build(preset("tiny"))), background=False)
+
+    def grow(content: dict[str, Any]) -> None:
+        content["model"]["num_hidden_layers"] = 10**9
+
+    rewritten(tmp_path / "step-000001", grow)
+    with pytest.raises(CheckpointError, match="1,000,000,000 layers"):
+        load_model(tmp_path / "step-000001")
+
+
+def test_pieces_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.pieces.LARGEST_PIECE", 64)
+    folder = saved(tmp_path, 1, {"model.x": torch.randn(8, 8)})
+
+    def shift(content: dict[str, Any]) -> None:
+        content["tensors"]["model.x"]["pieces"][1]["offset"] = [1, 0]
+
+    rewritten(folder, shift)
+    with pytest.raises(DamageError, match="do not make it up"):
+        read_manifest(folder)
+
+
+def test_manifest_whose_version_was_changed_is_damaged_not_newer(tmp_path: Path, tensors: Tensors) -> None:
+    path = saved(tmp_path, 1, tensors) / MANIFEST
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(DamageError, match="not what was written"):
+        read_manifest(path.parent)
+
+
+def test_writer_that_was_replaced_does_not_touch_its_successors_files(tensors: Tensors) -> None:
+    """In a store without renames, where both write to the same folder."""
+    place = open_place(f"memory://{os.urandom(4).hex()}")
+    parts = {name: Held.of(tensor) for name, tensor in tensors.items()}
+
+    def fenced() -> None:
+        raise CheckpointError("replaced")
+
+    new = Saver(place, Exchange(None), Retention())
+
+    def at(where: str, step: int) -> None:
+        if where == "write" and new.durable_step < 0:
+            new.save(facts(1), parts, background=False)
+
+    old = Saver(place, Exchange(None), Retention(), before_commit=fenced, at=at)
+    old.save(facts(1), parts, background=False)
+    assert "replaced" in str(old.outcomes()[0].error)
+    assert new.outcomes()[0].error is None
+    assert find_damage(place.child("step-000001")) == []
+    assert len(place.child("step-000001").names()) == 4
+
+
+def test_place_of_checkpoints_has_one_run(tmp_path: Path) -> None:
+    place = LocalPlace(tmp_path / "c")
+    own_place(place, "one")
+    own_place(place, "one")
+    with pytest.raises(CheckpointError, match=r"another run \(one, this one is other\); give another checkpoint.dir"):
+        own_place(place, "other")
 
 
 def test_mismatches_are_named(tmp_path: Path, tensors: Tensors) -> None:
@@ -457,7 +552,7 @@ def test_incomplete_optimizer_state_is_named(tmp_path: Path) -> None:
 def test_a_newer_format_says_what_to_do(tmp_path: Path, tensors: Tensors) -> None:
     folder = saved(tmp_path, 1, tensors)
 
-    def newer(content: dict[str, object]) -> None:
+    def newer(content: dict[str, Any]) -> None:
         content["version"] = 99
 
     rewritten(folder, newer)

@@ -21,3 +21,10 @@ def test_metrics_that_are_whole_are_left_alone(tmp_path: Path) -> None:
     before = folder.metrics.stat()
     folder.forget_metrics_after(1)
     assert folder.metrics.stat().st_ino == before.st_ino
+
+
+def test_line_without_its_end_is_not_glued_to_the_next(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 1}\n{"step": 2}')
+    folder.forget_metrics_after(2)
+    assert folder.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -161,12 +162,12 @@ def read_manifest(folder: Place | Path) -> Manifest:
         if isinstance(error, CheckpointError):
             raise
         raise DamageError(f"{path} is damaged: it is empty, cut short or not JSON") from None
+    if version != 1 and digest != digest_of(_compact(content).encode()):
+        raise DamageError(f"{path} is damaged: it is not what was written")
     if isinstance(version, int) and version > VERSION:
         raise CheckpointError(
             f"{path} has format version {version}, and this meshwright reads up to {VERSION}; install a newer one"
         )
-    if version != 1 and digest != digest_of(_compact(content).encode()):
-        raise DamageError(f"{path} is damaged: it is not what was written")
     try:
         manifest = Manifest.model_validate(content)
     except ValidationError as error:
@@ -191,5 +192,24 @@ def _check_entry(path: str, name: str, entry: TensorEntry) -> None:
         if any(first < 0 or length < 0 or first + length > whole for first, length, whole in ends):
             raise DamageError(f"{path}: a piece of {name} lies outside of the tensor")
     held = sum(prod(piece.shape) for piece in entry.pieces)
-    if held != prod(entry.shape) or len({piece.offset for piece in entry.pieces}) != len(entry.pieces):
+    if held != prod(entry.shape) or _overlap(entry.pieces):
         raise DamageError(f"{path}: the pieces of {name} do not make it up")
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two pieces share an element."""
+    if len(pieces) < 2 or not pieces[0].shape:
+        return len(pieces) > 1
+    open_ones: list[Piece] = []
+    for piece in sorted(pieces, key=lambda one: one.offset):
+        # Those that reach into this one's rows.
+        open_ones = [one for one in open_ones if one.offset[0] + one.shape[0] > piece.offset[0]]
+        if any(_share(one, piece) for one in open_ones):
+            return True
+        open_ones.append(piece)
+    return False
+
+
+def _share(one: Piece, other: Piece) -> bool:
+    sides = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    return all(a < b + n and b < a + m for a, m, b, n in sides)

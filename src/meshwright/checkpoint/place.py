@@ -7,6 +7,7 @@ pipes and devices are refused. What `create` wrote is on the disk, or in the sto
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
@@ -14,8 +15,8 @@ import socket
 import stat
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,8 +38,16 @@ class Place(ABC):
         """A folder in this one."""
 
     @abstractmethod
+    def prepare(self) -> None:
+        """Make the folder, if it is not there."""
+
+    @abstractmethod
     def names(self) -> list[str]:
         """What lies here, sorted; nothing where there is no folder."""
+
+    @abstractmethod
+    def holds(self, name: str) -> bool:
+        """Whether a folder of that name was published here."""
 
     @abstractmethod
     def size(self, name: str) -> int:
@@ -75,6 +84,14 @@ class Place(ABC):
     @abstractmethod
     def key(self) -> str:
         """What tells another rank which folder this begun one is."""
+
+    @abstractmethod
+    def own_name(self, file: str) -> str:
+        """The name under which a file is written to a folder that was begun: no other writer has it."""
+
+    @abstractmethod
+    def discard(self, files: Iterable[str]) -> None:
+        """Remove a folder that was begun and not published, or the files of it that this rank wrote."""
 
     @abstractmethod
     def rejoin(self, key: str) -> Place:
@@ -127,11 +144,17 @@ class LocalPlace(Place):
             raise CheckpointError(f"{path} is a link; a checkpoint is a folder of its own")
         return LocalPlace(path)
 
+    def prepare(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+
     def names(self) -> list[str]:
         try:
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
+
+    def holds(self, name: str) -> bool:
+        return name in self.names()
 
     def size(self, name: str) -> int:
         with self._opened(name) as handle:
@@ -197,6 +220,13 @@ class LocalPlace(Place):
     def key(self) -> str:
         return self.path.name
 
+    def own_name(self, file: str) -> str:
+        # The whole folder is that of one writer.
+        return file
+
+    def discard(self, files: Iterable[str]) -> None:
+        self.remove()
+
     def rejoin(self, key: str) -> LocalPlace:
         if not _BEGUN.fullmatch(key):
             raise CheckpointError(f"{self}: '{key}' is not a checkpoint that was begun")
@@ -226,7 +256,10 @@ class LocalPlace(Place):
 class RemotePlace(Place):
     """A prefix of an object store. It has no renames: a folder is there once its manifest, the last file, is."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tag: str = "") -> None:
+        """`tag` is in the names of files that a begun folder gets: a writer that was replaced and wakes up again must
+        not touch those of its successor."""
+        self._tag = tag
         try:
             import fsspec
 
@@ -246,6 +279,9 @@ class RemotePlace(Place):
     def _key(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{self.checked(name)}"
 
+    def prepare(self) -> None:
+        pass
+
     def names(self) -> list[str]:
         self._files.invalidate_cache()
         try:
@@ -253,6 +289,9 @@ class RemotePlace(Place):
         except FileNotFoundError:
             return []
         return sorted(name for name in {path.rstrip("/").rsplit("/", 1)[-1] for path in found} if name)
+
+    def holds(self, name: str) -> bool:
+        return "manifest.json" in self.child(name).names()
 
     def size(self, name: str) -> int:
         return int(self._files.info(self._key(name))["size"])
@@ -266,7 +305,7 @@ class RemotePlace(Place):
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        with self._files.transaction, self._files.open(self._key(name), "wb") as file:
+        with self._files.open(self._key(name), "wb") as file:
             yield file
 
     def put(self, name: str, content: bytes) -> None:
@@ -287,15 +326,22 @@ class RemotePlace(Place):
         return None
 
     def begin(self, name: str) -> RemotePlace:
-        begun = self.child(name)
-        begun.remove()
-        return begun
+        return self.rejoin(f"{self.checked(name)}:{uuid.uuid4().hex[:8]}")
 
     def key(self) -> str:
-        return self.url.rsplit("/", 1)[-1]
+        return f"{self.url.rsplit('/', 1)[-1]}:{self._tag}"
+
+    def own_name(self, file: str) -> str:
+        stem, _, ending = file.rpartition(".")
+        return f"{stem}-{self._tag}.{ending}"
+
+    def discard(self, files: Iterable[str]) -> None:
+        for file in files:
+            self.drop(file)
 
     def rejoin(self, key: str) -> RemotePlace:
-        return self.child(key)
+        name, _, tag = key.partition(":")
+        return RemotePlace(f"{self.url}/{self.checked(name)}", tag)
 
     def publish(self, begun: Place, name: str) -> Place:
         self._files.invalidate_cache()
@@ -317,6 +363,24 @@ def open_place(where: str | Path) -> Place:
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return RemotePlace(text)
     return LocalPlace(Path(where))
+
+
+def own_place(place: Place, run: str) -> None:
+    """Make a place outside of a run folder that run's own, or raise if it is another's."""
+    owner = "owner.json"
+    if owner not in place.names():
+        place.prepare()
+        with suppress(FileExistsError), place.create(owner) as file:
+            file.write(json.dumps({"run": run}).encode())
+    try:
+        found = json.loads(place.read_all(owner, 2**16))["run"]
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{place.path_of(owner)} cannot be read; give another checkpoint.dir") from None
+    if found != run:
+        raise CheckpointError(
+            f"checkpoint.dir={place} holds the checkpoints of another run ({found}, this one is {run}); "
+            "give another checkpoint.dir"
+        )
 
 
 def no_space(place: Place, needed: int, doing: str) -> str:

@@ -103,7 +103,7 @@ def read_header(place: Place, file: str) -> Header:
     place.read(file, 8, memoryview(text))
     try:
         header = _header(bytes(start) + bytes(text), size)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{place.path_of(file)} is damaged: its header cannot be read") from None
     for name, span in header.spans.items():
         sizes = [*span.shape, span.start, span.length]

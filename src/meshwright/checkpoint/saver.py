@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Saver:
         self._staging = _Staging()
         self._pace = Pace()
         self._thread: threading.Thread | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
 
     @property
     def busy(self) -> bool:
@@ -118,7 +119,7 @@ class Saver:
             planned, key = self._plan(planner, writer)
         except CheckpointError as error:
             seconds = time.perf_counter() - started
-            self._outcomes.append(Outcome(facts.step, seconds, seconds, error=str(error)))
+            self._outcomes.put(Outcome(facts.step, seconds, seconds, error=str(error)))
             return
         plan = SavePlan(planned.mine, storage_data={"key": key, "rank": self.exchange.rank})
         job = _Job(facts.step, writer, plan, planner, planned, started)
@@ -135,7 +136,10 @@ class Saver:
 
     def outcomes(self) -> list[Outcome]:
         """What became of the saves since the last call."""
-        found, self._outcomes = self._outcomes, []
+        found = []
+        with suppress(Empty):
+            while True:
+                found.append(self._outcomes.get_nowait())
         return found
 
     def hurry(self) -> None:
@@ -198,19 +202,20 @@ class Saver:
             error = self._write(job)
             seconds = time.perf_counter() - job.started
             if error is not None:
-                self._outcomes.append(Outcome(job.step, seconds, job.stalled, error=error))
+                self._outcomes.put(Outcome(job.step, seconds, job.stalled, error=error))
                 return
             self.durable_step = job.step
             damage, pruned = self._look_again(job)
             nbytes = job.planned.nbytes
-            self._outcomes.append(
+            self._outcomes.put(
                 Outcome(job.step, seconds, job.stalled, nbytes, damage=tuple(damage), pruned=tuple(pruned))
             )
         except Exception as error:  # The thread's own end: whoever asks for outcomes hears of it.
             if self.durable_step != job.step:
-                job.writer.abandon()
+                with suppress(Exception):
+                    job.writer.abandon()
             seconds = time.perf_counter() - job.started
-            self._outcomes.append(Outcome(job.step, seconds, job.stalled, error=_said(error)))
+            self._outcomes.put(Outcome(job.step, seconds, job.stalled, error=_said(error)))
 
     def _write(self, job: _Job) -> str | None:
         """Write and commit; gives what went wrong."""
@@ -230,9 +235,10 @@ class Saver:
                 job.writer.finish(job.planned.metadata, [[_heard(one) for one in told["stored"]] for told in everyone])
             except Exception as failure:
                 failed = _said(failure)
-                with suppress(Exception):
-                    job.writer.abandon()
         answer: str | None = self.exchange.answer([failed] * self.exchange.size)
+        if answer is not None:
+            with suppress(Exception):
+                job.writer.abandon()
         return answer
 
     def _look_again(self, job: _Job) -> tuple[list[Damage], list[int]]:
@@ -240,7 +246,7 @@ class Saver:
         if not self.verify:
             return [], []
         folder = self.checkpoints.child(step_name(job.step))
-        own = {f"{item.index.fqn.split('.')[0]}-{self.exchange.rank:05d}.safetensors" for item in job.plan.items}
+        own = job.writer.written
         try:
             found = find_damage(folder, own, threads=1, between=self._pace.breathe)
         except Exception as error:

@@ -67,6 +67,10 @@ def _kind_of(name: str) -> tuple[str, str]:
 
 def check_names(manifest: Manifest) -> None:
     """Raise unless a checkpoint holds all tensors of its model and, with an optimizer, the same state for each."""
+    if manifest.model.num_hidden_layers > len(manifest.tensors):
+        # Seen before anything is counted out for each layer.
+        layers = manifest.model.num_hidden_layers
+        raise CheckpointError(f"the checkpoint's model has {layers:,} layers and {len(manifest.tensors)} tensors")
     shapes = shapes_of(manifest.model)
     _compare("model", shapes, (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")))
     kinds: dict[str, set[str]] = {}

@@ -71,6 +71,8 @@ class CheckpointWriter(StorageWriter):
         self.at = at
         self.begun: Place | None = None
         self.committed: Place | None = None
+        self.written: set[str] = set()
+        """The files of this rank."""
         self.rank = 0
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -99,7 +101,7 @@ class CheckpointWriter(StorageWriter):
     def begin(self, needed: int) -> str:
         """Begin a folder for that many bytes; gives its key for the other ranks."""
         name = step_name(self.facts.step)
-        if name in self.checkpoints.names():
+        if self.checkpoints.holds(name):
             raise CheckpointError(f"{self.checkpoints.path_of(name)} is there already and is never overwritten")
         self.begun = self.checkpoints.begin(name)
         free = self.checkpoints.free()
@@ -122,8 +124,11 @@ class CheckpointWriter(StorageWriter):
         files: dict[str, list[WriteItem]] = {}
         for item in items:
             files.setdefault(f"{item.index.fqn.split('.')[0]}-{rank:05d}.safetensors", []).append(item)
+        assert self.begun is not None
         for file, held in files.items():
-            yield from self._write_file(file, held, planner)
+            name = self.begun.own_name(file)
+            self.written.add(name)
+            yield from self._write_file(name, held, planner)
 
     def _write_file(self, file: str, items: list[WriteItem], planner: SavePlanner) -> Iterator[WriteResult]:
         assert self.begun is not None
@@ -180,9 +185,10 @@ class CheckpointWriter(StorageWriter):
         try:
             self._see_files(manifest)
             self.at("commit")
+            # Before the manifest: in a store that has no renames it is the commit.
+            self.before_commit()
             with self.begun.create(MANIFEST) as target:
                 target.write(write_manifest(manifest))
-            self.before_commit()
             self.at("rename")
             self.committed = self.checkpoints.publish(self.begun, step_name(manifest.step))
             self.begun = None
@@ -206,9 +212,9 @@ class CheckpointWriter(StorageWriter):
                 )
 
     def abandon(self) -> None:
-        """Remove what was begun."""
+        """Remove what was begun, as far as it is this rank's."""
         if self.begun is not None:
-            self.begun.remove()
+            self.begun.discard(self.written)
             self.begun = None
 
     @classmethod

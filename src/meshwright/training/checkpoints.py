@@ -36,6 +36,8 @@ class SaveCheckpoints(Hook):
         self.progress = _Progress(self)
         self.saver: Saver | None = None
         self._metrics: dict[str, float] = {}
+        self._damaged: set[int] = set()
+        """Steps whose checkpoints were found damaged right after the save."""
 
     def at_start(self, trainer: TrainingLoop) -> None:
         self._make_saver(trainer)
@@ -89,12 +91,21 @@ class SaveCheckpoints(Hook):
         saver = self._make_saver(trainer)
         saver.wait()
         self._report(trainer)
-        if not trainer.worked or saver.durable_step == trainer.step:
+        if not trainer.worked or (saver.durable_step == trainer.step and trainer.step not in self._damaged):
             return
-        self.save(trainer, background=False)
-        failures = self._report(trainer)
+        failures = self._save_last(trainer)
+        if trainer.step in self._damaged:
+            failures = self._save_last(trainer)
         if failures:
             raise CheckpointError(f"the last state of the run is not saved: {failures[0]}")
+
+    def _save_last(self, trainer: TrainingLoop) -> list[str]:
+        """Save while nothing else goes on, in place of what was found damaged; gives what went wrong."""
+        if trainer.step in self._damaged and trainer.world.is_first:
+            trainer.checkpoints.set_aside(step_name(trainer.step))
+        self._damaged.discard(trainer.step)
+        self.save(trainer, background=False)
+        return self._report(trainer)
 
     def close(self) -> None:
         if self.saver is not None:
@@ -121,6 +132,9 @@ class SaveCheckpoints(Hook):
         for outcome in self.saver.outcomes():
             if outcome.error is not None:
                 failures.append(outcome.error)
+            if outcome.damage:
+                self._damaged.add(outcome.step)
+                failures.append(outcome.damage[0].what)
             if trainer.world.is_first:
                 _record(trainer, outcome)
         return failures
@@ -196,8 +210,9 @@ def _tell(trainer: TrainingLoop, kind: str, text: str, step: int | None = None) 
 def load_newest(trainer: TrainingLoop, before: int | None = None) -> Manifest | None:
     """Fill a trainer from the newest checkpoint, of a step before that one, that is whole; None where there is none.
 
-    All ranks try a checkpoint together and go past it together. A damaged one is set aside and announced; after
-    checkpoint.fallback of them, or when none is left, the run ends rather than start from nothing.
+    All ranks try a checkpoint together and go past it together. Damaged ones are announced and, once an
+    older one was loaded, set aside; after checkpoint.fallback of them, or when none is left, the run ends rather than
+    start from nothing.
     """
     place = trainer.checkpoints
     steps = [step for step in _listed(trainer) if before is None or step < before]

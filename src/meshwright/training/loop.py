@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.format import DamageError, Manifest
-from meshwright.checkpoint.place import Place, open_place
+from meshwright.checkpoint.place import Place, open_place, own_place
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.training_state import restore
 from meshwright.config import RunConfig
@@ -47,6 +47,8 @@ class TrainingLoop:
             Rollbacks(self.job.folder.rollbacks).finish(checkpoints)
         self.world.sum(torch.zeros(1))
         self.checkpoints = checkpoints
+        if config.checkpoint.dir is not None and self.world.is_first:
+            own_place(checkpoints, self.job.folder.run_id())
         self.exchange = self.world.side_channel()
         self.run_id = self.job.folder.run_id()
         self.rollbacks = Rollbacks(self.job.folder.rollbacks)
@@ -95,10 +97,12 @@ class TrainingLoop:
                 ending.callback(hook.close)
                 hook.at_start(self)
             self._run_steps()
-            while self.going_back is not None and not self.stopping:
+            while self.going_back is not None:
                 request, self.going_back = self.going_back, None
+                # Also when the run is to stop: what must be undone is not to be saved.
                 roll_back(self, request)
-                self._run_steps()
+                if not self.stopping:
+                    self._run_steps()
             self.world.pulse.enter("end")
             for hook in reversed(self.hooks):
                 hook.at_end(self)

@@ -131,10 +131,12 @@ class RunFolder:
         """Drop the lines of steps that will be computed again."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text().splitlines()
+        text = self.metrics.read_text()
+        lines = text.splitlines()
         kept = [line for line in lines if _step_of(line) is not None and (_step_of(line) or 0) <= step]
-        if len(kept) != len(lines):
-            write_atomically(self.metrics, "".join(line + "\n" for line in kept))
+        whole = "".join(line + "\n" for line in kept)
+        if whole != text:
+            write_atomically(self.metrics, whole)
 
 
 def _step_of(line: str) -> int | None:
