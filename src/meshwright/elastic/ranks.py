@@ -131,6 +131,8 @@ class Ranks:
 
     def kill(self) -> None:
         """End them at once, also those that are stopped, and wait for it."""
+        # Whoever watches them is told first: they are not gone by themselves.
+        (self.folder / "ranks.json").unlink(missing_ok=True)
         for process in self._processes:
             process.kill()
         for process in self._processes:

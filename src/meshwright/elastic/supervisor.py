@@ -248,6 +248,8 @@ class Supervisor:
             self._say("the watchdog has ended and is started again")
             self._watchdog.restart()
         for verdict in self._watchdog.verdicts():
+            if verdict.generation not in (None, ranks.placement.generation):
+                continue  # Said of ranks that were ended meanwhile.
             self._event(verdict.kind, ranks=verdict.ranks, text=verdict.text, report=verdict.report)
             if verdict.kind == "drain":
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -26,6 +26,8 @@ class Verdict:
     ranks: tuple[int, ...]
     text: str
     report: str | None = None
+    generation: int | None = None
+    """Of which ranks it is said, if of any."""
 
 
 class WatchLink:
@@ -65,7 +67,8 @@ class WatchLink:
             try:
                 said = json.loads(line)
                 ranks = tuple(map(int, said.get("ranks", ())))
-                found.append(Verdict(str(said["kind"]), ranks, str(said["text"]), said.get("report")))
+                report, generation = said.get("report"), said.get("generation")
+                found.append(Verdict(str(said["kind"]), ranks, str(said["text"]), report, generation))
             except (ValueError, KeyError, TypeError, AttributeError):
                 found.append(Verdict("warning", (), f"the watchdog said something else: {line[:200]!r}"))
         return found

@@ -27,7 +27,6 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,18 +129,24 @@ class Watchdog:
             self.now += min(passed, BELIEVED_S)
 
     def _find_ranks(self) -> None:
-        with suppress(OSError):
+        try:
             source = (self.folder / "ranks.json").read_text()
-            if source != self._source and source.strip():
-                try:
-                    said = json.loads(source)
-                except ValueError:
-                    return  # Not yet written to its end.
-                self._source = source
-                place = Place(str(said["host"]), int(said["generation"]), Path(said["run_dir"]))
-                pids = {int(rank): int(pid) for rank, pid in said["ranks"].items()}
-                ranks = {rank: _Watched(pid, process_state(pid).started, since=self.now) for rank, pid in pids.items()}
-                self._ranks = _Ranks(place, ranks, int(said.get("world", len(ranks))))
+        except FileNotFoundError:
+            # Not yet there, or ended by the one who started them.
+            self._ranks, self._source = None, ""
+            return
+        except OSError:
+            return
+        if source != self._source and source.strip():
+            try:
+                said = json.loads(source)
+            except ValueError:
+                return  # Not yet written to its end.
+            self._source = source
+            place = Place(str(said["host"]), int(said["generation"]), Path(said["run_dir"]))
+            pids = {int(rank): int(pid) for rank, pid in said["ranks"].items()}
+            ranks = {rank: _Watched(pid, process_state(pid).started, since=self.now) for rank, pid in pids.items()}
+            self._ranks = _Ranks(place, ranks, int(said.get("world", len(ranks))))
 
     def _view(self, rank: int, watched: _Watched) -> View:
         process = process_state(watched.pid)
@@ -281,10 +286,12 @@ class Watchdog:
             path = str(write_report(text, place, max(steps, default=0)))
         except OSError as error:
             print(f"meshwright watchdog: the report could not be written: {error}\n{text}", file=sys.stderr, flush=True)
-        return line_of("hang", verdict.guilty, headline(verdict, views, words, place), report=path, cause=verdict.cause)
+        text = headline(verdict, views, words, place)
+        more = {"report": path, "cause": verdict.cause, "generation": place.generation}
+        return line_of("hang", verdict.guilty, text, **more)
 
 
-def line_of(kind: str, ranks: tuple[int, ...], text: str, **more: str) -> dict[str, Any]:
+def line_of(kind: str, ranks: tuple[int, ...], text: str, **more: Any) -> dict[str, Any]:
     """A line that the watchdog tells."""
     return {"kind": kind, "ranks": list(ranks), "report": "", "text": text, **more}
 
