@@ -6,8 +6,10 @@ Every rank holds its rows of matrices and of AdamW's moments. All savers write t
 until they are on it; ours also takes digests, and checks them when it loads. Repeats are interleaved; the table has
 medians, and ratios to DCP with a 95% interval of the median by resampling. Loads come from the page cache for all.
 
-The second part trains (matrix products and a small all-reduce) while a save is under way and compares the steps with
-those before it.
+The second part trains (matrix products and a small all-reduce) while a save is under way, from its start until it is
+on the disk and was read again, and compares the steps with those before it. The third kills a rank of a small training
+on two ranks (kill -9) and prints how long it takes to the first new step, beside the time that a fresh interpreter
+needs to start and to import the trainer.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -41,6 +45,7 @@ from meshwright.checkpoint.place import LocalPlace
 from meshwright.checkpoint.reader import CheckpointReader, load_parts
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saver import Saver
+from meshwright.data.prepare import prepare
 from meshwright.launch.local import run_ranks
 from meshwright.models.presets import preset
 from meshwright.parallel.world import World
@@ -208,6 +213,40 @@ def measure(world: World, gigabytes: float, repeats: int, folder: Path) -> None:
         (folder / "result.json").write_text(json.dumps({"bytes": nbytes, "times": times, "during": during}))
 
 
+def recovery(folder: Path) -> None:
+    """Kill a rank in the middle of a training, some times; print what that cost."""
+    write_corpus(folder)
+    floor = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import meshwright.trainer"], check=True)
+        floor.append(time.perf_counter() - started)
+    found = []
+    for number in range(3):
+        run = folder / f"run-{number}"
+        command = [sys.executable, "-m", "meshwright", "train", "model.preset=tiny", "data.sequence_length=32"]
+        command += [f"data.path={folder}/packed", f"run.dir={run}", "train.steps=20", "train.global_batch=8"]
+        command += ["checkpoint.every=5", "checkpoint.background=false", "observe.tensorboard=false", "--nproc", "2"]
+        environment = {**os.environ, "MESHWRIGHT_FAULT": "rank=1,step=12,phase=backward,kind=sigkill"}
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        (failed,) = [line for line in lines if line["event"] == "failed"]
+        (again,) = [line for line in lines if line["event"] == "restarted"]
+        found.append((failed["detect_s"], again["restart_s"], again["steps_lost"]))
+    detect, restart, lost = (statistics.median(one) for one in zip(*found, strict=True))
+    print("kill -9 of one of two local ranks (each the median of 3)")
+    print(f"  noticed after {detect:.2f} s, first new step {restart:.2f} s later, {lost:.0f} step done again")
+    print(
+        f"  a fresh interpreter that imports the trainer: {statistics.median(floor):.2f} s (ranks are forked, not fresh)"
+    )
+
+
+def write_corpus(folder: Path) -> None:
+    """A small corpus to train on."""
+    (folder / "text.txt").write_text("".join(chr(97 + number * number % 26) for number in range(60_000)))
+    prepare([folder / "text.txt"], folder / "packed", "bytes", workers=1)
+
+
 def interval(ours: list[float], theirs: list[float]) -> tuple[float, float, float]:
     """The ratio of medians with a 95% interval."""
     draw = random.Random(0)
@@ -243,8 +282,10 @@ def main() -> None:
         ratio = statistics.median(one[1] / one[0] for one in rounds)
         print(
             f"  {label:<15} step {quiet * 1e3:.1f} ms quiet, {busy * 1e3:.1f} ms busy: {ratio:.3f}; "
-            f"held up {stalled:.3f} s, durable after {total:.2f} s"
+            f"held up {stalled:.3f} s, done after {total:.2f} s"
         )
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        recovery(Path(name))
 
 
 if __name__ == "__main__":
