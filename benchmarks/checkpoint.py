@@ -237,7 +237,7 @@ def recovery(folder: Path) -> None:
     print("kill -9 of one of two local ranks (each the median of 3)")
     print(f"  noticed after {detect:.2f} s, first new step {restart:.2f} s later, {lost:.0f} step done again")
     print(
-        f"  a fresh interpreter that imports the trainer: {statistics.median(floor):.2f} s (ranks are forked, not fresh)"
+        f"  floor of a rank that is not forked: {statistics.median(floor):.2f} s to start Python and import the trainer"
     )
 
 
