@@ -3,35 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
-from meshwright.checkpoint.place import RemotePlace, open_place
 from tests.conftest import CommandLine
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "someone",
-        "AWS_SECRET_ACCESS_KEY": "secret",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.create_bucket(Bucket="runs")
-    yield client
-    server.stop()
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[object]:
+    """A bucket on a server in a process of its own: threads in this one would keep later tests from forking ranks."""
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    log = tmp_path / "server.txt"
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.05)
+        address = found[0]
+        for name, value in {
+            "AWS_ENDPOINT_URL": address,
+            "AWS_ACCESS_KEY_ID": "someone",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(name, value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="runs")
+        yield client
+    finally:
+        server.kill()
+        server.wait()
 
 
 def keys(client: object, prefix: str) -> list[str]:
@@ -77,7 +89,6 @@ def test_a_run_saves_to_s3_and_goes_on_from_there_on_another_number_of_ranks(
 
 def test_uploads_without_a_manifest_are_no_checkpoint_and_are_cleared_away(bucket: object) -> None:
     bucket.put_object(Bucket="runs", Key="b/step-000003/model-00000.safetensors", Body=b"half")  # type: ignore[attr-defined]
-    place = open_place("s3://runs/b")
-    assert isinstance(place, RemotePlace)
-    place.clear_unfinished()
+    program = "from meshwright.checkpoint.place import open_place; open_place('s3://runs/b').clear_unfinished()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
     assert keys(bucket, "b/") == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from meshwright.elastic.ranks import may_fork
 from meshwright.models.spec import Experts, ModelSpec
 from meshwright.verify.parity import Prover
 from meshwright.verify.pool import RankPool
@@ -42,6 +45,8 @@ SPECS = {
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
+    # Threads that another test left in this process would make every rank a fresh interpreter, ten times as slow.
+    assert may_fork("cpu"), f"threads: {threading.enumerate()}, {len(os.listdir('/proc/self/task'))} in all"
     with RankPool(8) as ranks:
         yield ranks
 
