@@ -28,7 +28,8 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[object]:
     try:
         deadline = time.monotonic() + 60
         while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            assert server.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
         address = found[0]
         for name, value in {
