@@ -113,7 +113,8 @@ def take_lock(path: Path, fence: Fence) -> Lock:
                     "wait for it or choose another run.dir"
                 ) from None
             if not told:
-                print(f"meshwright: waiting for the end of {holder} in {path.parent}", file=sys.stderr, flush=True)
+                who = holder or "another process"
+                print(f"meshwright: waiting for the end of {who} in {path.parent}", file=sys.stderr, flush=True)
                 told = True
         lock.close()
         time.sleep(0.1)
