@@ -126,7 +126,9 @@ def start(
     """
     ranks = [] if nproc is None else ["--nproc", str(nproc)]
     command = [*under, sys.executable, "-m", "meshwright", "train", *settings, *SETTINGS, f"run.dir={name}", *ranks]
-    environment = {**os.environ, "PYTHONFAULTHANDLER": "1", VARIABLE: fault, **variables}
+    # Which interface ranks talk over is theirs to find out; tests in this process may have set it.
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    environment = {**kept, "PYTHONFAULTHANDLER": "1", VARIABLE: fault, **variables}
     process = subprocess.Popen(
         [*command, *options],
         cwd=folder,
