@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshwright.faults import VARIABLE
-from tests.chaos.runs import SETTINGS, Training
+from tests.chaos.runs import SETTINGS, Training, environment_of
 
 
 def ip(*words: str) -> None:
@@ -113,7 +112,7 @@ class Machines:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env={**os.environ, VARIABLE: fault},
+            env=environment_of(fault),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

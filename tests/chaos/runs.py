@@ -126,9 +126,7 @@ def start(
     """
     ranks = [] if nproc is None else ["--nproc", str(nproc)]
     command = [*under, sys.executable, "-m", "meshwright", "train", *settings, *SETTINGS, f"run.dir={name}", *ranks]
-    # Which interface ranks talk over is theirs to find out; tests in this process may have set it.
-    kept = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
-    environment = {**kept, "PYTHONFAULTHANDLER": "1", VARIABLE: fault, **variables}
+    environment = {**environment_of(fault), "PYTHONFAULTHANDLER": "1", **variables}
     process = subprocess.Popen(
         [*command, *options],
         cwd=folder,
@@ -140,6 +138,13 @@ def start(
         start_new_session=session,
     )
     return Training(process, folder / name)
+
+
+def environment_of(fault: str) -> dict[str, str]:
+    """Variables of a training. Over which interface its ranks talk is theirs to find out: tests that ran ranks in this
+    process have set it here."""
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    return {**kept, VARIABLE: fault}
 
 
 def ranks_below(pid: int) -> dict[int, psutil.Process]:

@@ -28,11 +28,16 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Held]:
     """This rank's parts of all that a checkpoint holds."""
-    parts = {f"model.{name}": Held.of(tensor) for name, tensor in model_tensors(model).items()}
+    return {name: Held.of(tensor) for name, tensor in state_tensors(model, optimizer).items()}
+
+
+def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
+    """All that a checkpoint holds, by name; split tensors know their place in the whole."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     for name, parameter in model.named_parameters() if optimizer is not None else ():
         assert optimizer is not None
-        parts |= {f"optimizer.{kind}.{name}": Held.of(value) for kind, value in _state_of(optimizer, parameter).items()}
-    return parts
+        tensors |= {f"optimizer.{kind}.{name}": value for kind, value in _state_of(optimizer, parameter).items()}
+    return tensors
 
 
 def restore(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:

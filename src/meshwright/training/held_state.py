@@ -1,17 +1,16 @@
-"""What this rank holds of a run's state, under the names that checkpoints use; and whether all of it is numbers."""
+"""Whether all that this rank holds of a run's state is numbers."""
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from meshwright.checkpoint.training_state import state_tensors
 from meshwright.errors import CheckpointError, ExitCode
 from meshwright.models.parts import local_of
-from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.world import World
 
 
@@ -21,22 +20,10 @@ class NonFiniteState(CheckpointError):
     exit_code = ExitCode.DIVERGED
 
 
-def held_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, lasting buffers and optimizer state of this rank; DTensors know their place in the whole."""
-    kept = model.state_dict(keep_vars=True)
-    for name, parameter in model.named_parameters():
-        yield f"model.{name}", parameter.detach()
-        split = isinstance(optimizer, LocalOptimizer)
-        state = optimizer.state_of(parameter) if split else optimizer.state.get(parameter, {})  # type: ignore[attr-defined]
-        for kind, value in state.items():
-            yield f"optimizer.{kind}.{name}", value
-    yield from ((f"model.{name}", buffer) for name, buffer in model.named_buffers() if name in kept)
-
-
 @torch.no_grad()
 def nonfinite_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of tensors of which this rank holds something that is NaN or infinite; one pass over the memory."""
-    held = [(name, local_of(tensor)) for name, tensor in held_state(model, optimizer)]
+    held = [(name, local_of(tensor)) for name, tensor in state_tensors(model, optimizer).items()]
     held = [(name, local) for name, local in held if local.numel() and local.is_floating_point()]
     found = []
     for device in {local.device for _, local in held}:

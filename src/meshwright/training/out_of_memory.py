@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.training_state import state_tensors
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, ExitCode, UserError
 from meshwright.files import write_atomically
 from meshwright.models.parts import local_of
 from meshwright.parallel.world import World
-from meshwright.training.held_state import held_state
 from meshwright.training.job import Job, batch_schedule
 from meshwright.training.run_folder import RunFolder
 
@@ -164,7 +164,7 @@ def _holdings(trainer: TrainingLoop | None, device: torch.device) -> list[str]:
     """What the rank holds, as far as it is known, and what the machine has."""
     lines = []
     if trainer is not None:
-        state = list(held_state(trainer.model, trainer.optimizer))
+        state = list(state_tensors(trainer.model, trainer.optimizer).items())
         parameters = _bytes(tensor for name, tensor in state if name.startswith("model."))
         moments = _bytes(tensor for name, tensor in state if name.startswith("optimizer."))
         gradients = _bytes(p.grad for p in trainer.model.parameters() if p.grad is not None)

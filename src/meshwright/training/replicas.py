@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.training_state import state_tensors
 from meshwright.errors import ExitCode, UserError
 from meshwright.models.parts import box_of
 from meshwright.parallel.world import World
-from meshwright.training.held_state import held_state
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
 from meshwright.training.rollback import GoBack
@@ -74,7 +74,7 @@ class ReplicaCheck:
         """What differs, the same on every rank; all of them must ask."""
         if self.world.size == 1:
             return []
-        held = [(name, *box_of(value)) for name, value in held_state(model, optimizer)]
+        held = [(name, *box_of(value)) for name, value in state_tensors(model, optimizer).items()]
         held = [one for one in held if one[1].numel()]
         keys = [f"{name} {offset} {tuple(local.shape)} {local.dtype}" for name, local, offset, _ in held]
         layout = hashlib.blake2b("\n".join(keys).encode(), digest_size=8).hexdigest()
