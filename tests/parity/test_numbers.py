@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.training_state import state_tensors
 from meshwright.faults import parse_faults
 from meshwright.models.parts import local_of
 from meshwright.parallel.world import World
-from meshwright.training.held_state import NonFiniteState, assert_finite, held_state
+from meshwright.training.held_state import NonFiniteState, assert_finite
 from meshwright.training.injected import flip_bit
 from meshwright.training.replicas import Difference, ReplicaCheck
 from meshwright.training.step import TrainingStep
@@ -56,7 +57,7 @@ def _feed(step: TrainingStep, case: Case, number: int, fault: str = "") -> dict[
 
 
 def _bits(step: TrainingStep) -> dict[str, Tensor]:
-    return {name: local_of(value).clone() for name, value in held_state(step.model, step.optimizer)}
+    return {name: local_of(value).clone() for name, value in state_tensors(step.model, step.optimizer).items()}
 
 
 def skip_steps(world: World, case: Case) -> list[tuple[str, float, float, bool, float]]:
@@ -106,7 +107,7 @@ def counts_of_steps(world: World, case: Case, fault: str) -> set[float]:
     step = step_of(world, case)
     for number in range(4):
         _feed(step, case, number, fault)
-    return {float(value) for name, value in held_state(step.model, step.optimizer) if ".step." in name}
+    return {float(value) for name, value in state_tensors(step.model, step.optimizer).items() if ".step." in name}
 
 
 def test_a_skipped_step_does_not_count_in_the_bias_correction_of_the_moments(pool: RankPool) -> None:
@@ -170,7 +171,9 @@ def moments_too(world: World, case: Case) -> list[Difference]:
     step = step_of(world, case)
     _feed(step, case, 0)
     if world.rank == 1:
-        local = next(local_of(value) for name, value in held_state(step.model, step.optimizer) if "exp_avg_sq" in name)
+        local = next(
+            local_of(value) for name, value in state_tensors(step.model, step.optimizer).items() if "exp_avg_sq" in name
+        )
         local.view(-1)[5] += 1e-3
     return ReplicaCheck(world)(step.model, step.optimizer)
 
@@ -188,7 +191,11 @@ def spoil_one(world: World, case: Case, guilty: int, kind: str) -> str:
     _feed(step, case, 0)
     assert_finite(step.model, step.optimizer, world, 1)
     if world.rank == guilty:
-        held = [local_of(value) for name, value in held_state(step.model, step.optimizer) if name.startswith(kind)]
+        held = [
+            local_of(value)
+            for name, value in state_tensors(step.model, step.optimizer).items()
+            if name.startswith(kind)
+        ]
         next(value for value in held if value.numel() and value.ndim).view(-1)[0] = float("nan")
     try:
         assert_finite(step.model, step.optimizer, world, 7)
