@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine
 from meshwright.config import RunConfig
-from meshwright.planning.replan import SPLITS, replan
 from meshwright.errors import ConfigError, UserError
 from meshwright.models.spec import ModelSpec
+from meshwright.planning.replan import SPLITS, replan
 from meshwright.strategy import AUTO, Strategy
 from meshwright.training.job import batch_schedule, model_spec
 from meshwright.training.run_folder import RunFolder
