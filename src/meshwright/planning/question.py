@@ -129,6 +129,8 @@ class Found:
     estimated: int
     bounded: int
     """Degrees that were left out because of their bound."""
+    ways: dict[str, Candidate | None] = field(default_factory=dict)
+    """On machines of several kinds, the best of each way to use them."""
 
 
 def count_features(strategy: Strategy | Layout) -> int:
