@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 from meshwright.cluster.chips import Chip
 from meshwright.cluster.cluster import Cluster
@@ -85,9 +84,3 @@ def kinds(cluster: Cluster) -> list[Cluster]:
         else:
             found[same] = found[same].with_gpus(found[same].gpus + group.gpus)
     return found
-
-
-def group_at(cluster: Cluster, rank: int) -> int:
-    """The group of a rank."""
-    ends = accumulate(group.gpus for group in cluster.groups)
-    return next(index for index, end in enumerate(ends) if rank < end)

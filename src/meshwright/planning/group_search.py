@@ -27,11 +27,12 @@ from meshwright.planning.scenario import Layout
 from meshwright.planning.search import search
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Timer
+from meshwright.stages import stage_layers
 
 PACE = "all alike, at the pace of the slowest chip"
 STAGES = "a pipeline over the groups, stages by the speed of their chips"
 SHARES = "shares of every batch by the speed of the chips"
-SLOWER = 1.5
+SLOWER = 1.2
 """By how much a way may be slower than the best one and still be looked at in full."""
 MOST_STAGES = 16
 """Stages up to which single layers are moved to look for a better split."""
@@ -91,6 +92,7 @@ class _Uneven:
         self.space = Space(relaxed if way == SHARES else replace(relaxed, global_batch=question.global_batch))
         self.estimated = self.bounded = 0
         self._paces: dict[tuple[int, ...], float] = {}
+        self._sizes: dict[tuple[object, ...], list[int] | None] = {}
 
     def run(self, best: float) -> list[Candidate]:
         """All that fit and may be better, best first."""
@@ -106,6 +108,8 @@ class _Uneven:
                 if degrees.bound >= best:
                     self.bounded += len(pending) - index
                     break
+                if not self._may_hold(degrees, offload):
+                    continue
                 for candidate in self._choices(degrees, offload, best):
                     found.append(candidate)
                     best = min(best, candidate.score("throughput")[0])
@@ -196,13 +200,34 @@ class _Uneven:
             ordered = replace(layout, schedule=schedule)
             splits = self.space.splits(degrees.pp, schedule) if self.way == SHARES else []
             if degrees.pp > 1:
-                sizes = layers_by_chip(self._timer(ordered, degrees, timers))
+                sizes = self._by_chip(ordered, degrees, timers)
                 if sizes is not None:
                     splits = [*splits, "+".join(map(str, sizes)), *self._relieved(ordered, degrees, sizes)]
             for layers in dict.fromkeys(splits):
                 chosen = replace(ordered, layers=layers)
                 if allowed(self.question, chosen):
                     yield chosen
+
+    def _by_chip(self, layout: Layout, degrees: Degrees, timers: dict[tuple[int, int], Timer]) -> list[int] | None:
+        """Layers of each stage by the speed of its chips; what is sharded does not matter to that."""
+        key = degrees, layout.schedule, layout.cp_method, layout.shares
+        if key not in self._sizes:
+            self._sizes[key] = layers_by_chip(self._timer(layout, degrees, timers))
+        return self._sizes[key]
+
+    def _may_hold(self, degrees: Degrees, offload: str) -> bool:
+        """Whether anything with these degrees fits: all recompute, 1f1b, state spread as far as can be."""
+        stages = self.space.zero_stages(degrees, offload)
+        if not stages:
+            return False
+        layout = replace(
+            plain(degrees), zero=stages[-1], shard=degrees.dp if stages[-1] else 1, offload=offload,
+            recompute=most_recompute(self.question),
+        )  # fmt: skip
+        if degrees.pp == 1:
+            return memory_on(self.question.scenario(layout, degrees.micro_batch)).verdict == "fits"
+        even = stage_layers(self.question.spec, degrees.pp, "even")
+        return bool(self._relieved(layout, degrees, [len(part) for part in even]))
 
     def _relieved(self, layout: Layout, degrees: Degrees, sizes: list[int]) -> list[str]:
         """Where a stage has more layers than its chip can hold, those that it can, and the others more."""

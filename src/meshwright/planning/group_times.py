@@ -8,11 +8,13 @@ slowest network.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.groups import group_at
 from meshwright.planning.memory import GIB, Memory, memory_of
 from meshwright.planning.pipeline import StageTimes
 from meshwright.planning.scenario import Layout, Scenario
@@ -43,21 +45,25 @@ def timer_on(scenario: Scenario, constants: Constants) -> Timer | GroupTimer:
 
 def columns_of(cluster: Cluster, layout: Layout) -> list[Column]:
     """Who has which chips and which share."""
+    peaks = tuple((group.gpus, max(group.chip.tflops.values())) for group in cluster.groups)
+    return _columns(peaks, layout.pp, layout.dp, layout.cp * layout.tp, layout.data_shares)
+
+
+@lru_cache(maxsize=4096)
+def _columns(
+    groups: tuple[tuple[int, float], ...], pp: int, dp: int, width: int, parts: tuple[int, ...]
+) -> list[Column]:
+    """`groups` are numbers of chips with their speed; a block of ranks that has several kinds goes by the slowest."""
+    ends = list(accumulate(gpus for gpus, _ in groups))
     found: dict[tuple[tuple[int, ...], int], list[int]] = {}
-    width = layout.cp * layout.tp
-    for data_rank, share in enumerate(layout.data_shares):
-        blocks = [(stage * layout.dp + data_rank) * width for stage in range(layout.pp)]
-        held = tuple(_slowest(cluster, first, first + width - 1) for first in blocks)
-        found.setdefault((held, share), []).append(data_rank)
+    for data_rank, share in enumerate(parts):
+        held = []
+        for stage in range(pp):
+            first = (stage * dp + data_rank) * width
+            touched = range(bisect_right(ends, first), bisect_right(ends, first + width - 1) + 1)
+            held.append(min(touched, key=lambda group: groups[group][1]) if groups else 0)
+        found.setdefault((tuple(held), share), []).append(data_rank)
     return [Column(held, share, tuple(ranks)) for (held, share), ranks in found.items()]
-
-
-def _slowest(cluster: Cluster, first: int, last: int) -> int:
-    """The group of some neighbouring ranks; the slowest of several."""
-    if not cluster.groups:
-        return 0
-    touched = range(group_at(cluster, first), group_at(cluster, last) + 1)
-    return min(touched, key=lambda group: max(cluster.groups[group].chip.tflops.values()))
 
 
 def on_group(scenario: Scenario, group: int, share: int) -> Scenario:
