@@ -88,6 +88,10 @@ class Cluster:
             return first_of(self, gpus)
         return replace(self, gpus=gpus)
 
+    def with_price(self, price: float) -> Cluster:
+        """The same machines at that price for each chip and hour."""
+        return replace(self, price=price, groups=tuple(group.with_price(price) for group in self.groups))
+
     def __str__(self) -> str:
         return " + ".join(f"{group.gpus} x {group.chip.name}" for group in self.kinds)
 

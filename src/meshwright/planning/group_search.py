@@ -160,23 +160,35 @@ class _Uneven:
         """Candidates with these degrees that fit and may be better than the best."""
         timers: dict[tuple[int, int], Timer] = {}
         base = replace(plain(degrees), offload=offload)
-        shares = ["even"]
+        shares = [(0.0, "even")]
         if self.way == SHARES:
             timer = GroupTimer(self.question.scenario(base, degrees.micro_batch), self.question.known, timers)
-            shares = [one for one in shares_by_chip(timer, self.question.global_batch) if self.allows(shares=one)]
+            shares = shares_by_chip(timer, self.question.global_batch)
+        for least, dealt in shares:
+            if least >= best:
+                return
+            if dealt != "even" and not (self.question.allows(shares=dealt) and self._may_hold(degrees, offload, dealt)):
+                continue
+            for candidate in self._dealt(degrees, replace(base, shares=dealt), timers, best):
+                best = min(best, candidate.score("throughput")[0])
+                yield candidate
+
+    def _dealt(
+        self, degrees: Degrees, base: Layout, timers: dict[tuple[int, int], Timer], best: float
+    ) -> Iterator[Candidate]:
+        """Candidates with these degrees and shares."""
         rough: list[tuple[float, Layout]] = []
-        for dealt in shares:
-            for zero, shard, method in self.space.states(degrees):
-                if degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard:
-                    continue
-                if zero not in self.space.zero_stages(degrees, offload):
-                    continue
-                layout = replace(base, zero=zero, shard=shard, cp_method=method, shares=dealt)
-                for chosen in self._orders(degrees, layout, timers):
-                    timer = self._timer(chosen, degrees, timers)
-                    least = timer.parts(simulate=False).total * (1 + FEATURE * count_features(chosen))
-                    if least < best:
-                        rough.append((least, chosen))
+        for zero, shard, method in self.space.states(degrees):
+            if degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard:
+                continue
+            if zero not in self.space.zero_stages(degrees, base.offload):
+                continue
+            layout = replace(base, zero=zero, shard=shard, cp_method=method)
+            for chosen in self._orders(degrees, layout, timers):
+                timer = self._timer(chosen, degrees, timers)
+                least = timer.parts(simulate=False).total * (1 + FEATURE * count_features(chosen))
+                if least < best:
+                    rough.append((least, chosen))
         for least, layout in sorted(rough, key=lambda one: (one[0], str(one[1].strategy()))):
             if least >= best:
                 return
@@ -185,10 +197,6 @@ class _Uneven:
                 if candidate is not None:
                     best = min(best, candidate.score("throughput")[0])
                     yield candidate
-
-    def allows(self, **found: str) -> bool:
-        """Whether a choice meets the constraints."""
-        return self.question.allows(**found)
 
     def _timer(self, layout: Layout, degrees: Degrees, timers: dict[tuple[int, int], Timer]) -> GroupTimer:
         return GroupTimer(self.question.scenario(layout, degrees.micro_batch), self.question.known, timers)
@@ -215,14 +223,14 @@ class _Uneven:
             self._sizes[key] = layers_by_chip(self._timer(layout, degrees, timers))
         return self._sizes[key]
 
-    def _may_hold(self, degrees: Degrees, offload: str) -> bool:
+    def _may_hold(self, degrees: Degrees, offload: str, shares: str = "even") -> bool:
         """Whether anything with these degrees fits: all recompute, 1f1b, state spread as far as can be."""
         stages = self.space.zero_stages(degrees, offload)
         if not stages:
             return False
         layout = replace(
             plain(degrees), zero=stages[-1], shard=degrees.dp if stages[-1] else 1, offload=offload,
-            recompute=most_recompute(self.question),
+            recompute=most_recompute(self.question), shares=shares,
         )  # fmt: skip
         if degrees.pp == 1:
             return memory_on(self.question.scenario(layout, degrees.micro_batch)).verdict == "fits"
@@ -234,19 +242,19 @@ class _Uneven:
         sizes = list(sizes)
         if layout.chunks > 1:
             return []
-        fullest = replace(layout, recompute=most_recompute(self.question))
-        for _ in range(sum(sizes)):
+        fullest, before = replace(layout, recompute=most_recompute(self.question)), float("inf")
+        while True:
             split = replace(fullest, layers="+".join(map(str, sizes)))
             memory = memory_on(self.question.scenario(split, degrees.micro_batch))
             if memory.verdict == "fits":
                 return [split.layers]
             filled = [terms.total / memory.room(rank) for rank, terms in enumerate(memory.stages)]
             source, target = memory.fullest, min(range(len(filled)), key=lambda rank: filled[rank])
-            if source == target or sizes[source] == 1:
+            if source == target or sizes[source] == 1 or filled[source] >= before:
                 return []
+            before = filled[source]
             sizes[source] -= 1
             sizes[target] += 1
-        return []
 
     def _with_recompute(self, layout: Layout, degrees: Degrees) -> Iterator[tuple[Memory, Layout]]:
         """What fits of none, selective, first:N with the least N, and full."""

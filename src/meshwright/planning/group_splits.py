@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
 from math import gcd
 
 from meshwright.planning.bounds import layer_kinds
 from meshwright.planning.group_times import GroupTimer
-from meshwright.planning.scenario import Layout
 from meshwright.planning.timing import Timer
 from meshwright.schedules import placement_of
 from meshwright.strategy import Strategy
 
 MOST_SHARE = 16
 """The largest number of shares of a rank that is looked at."""
-SHARES_TRIED = 6
 
 
 def layers_by_chip(timer: GroupTimer) -> list[int] | None:
@@ -77,28 +76,30 @@ def moves(sizes: Sequence[int]) -> Iterator[list[int]]:
             yield other
 
 
-def shares_by_chip(timer: GroupTimer, batch: int) -> list[str]:
-    """Shares of the data-parallel ranks that should be faster than equal ones and divide the batch; the best first."""
-    layout = timer.scenario.layout
-    paces: dict[tuple[int, ...], float] = {}
-    ranks: dict[tuple[int, ...], list[int]] = {}
-    for column, flow in zip(timer.columns, timer.flows(), strict=True):
-        paces[column.groups] = flow.work
-        ranks.setdefault(column.groups, []).extend(column.data_ranks)
-    if len(paces) == 1:
+def shares_by_chip(timer: GroupTimer, batch: int) -> list[tuple[float, str]]:
+    """Shares of the data-parallel ranks that divide the batch, each with the least seconds of a step; best first.
+
+    Nothing where all data-parallel ranks have the same chips.
+    """
+    scenario, layout = timer.scenario, timer.scenario.layout
+    ranks = {column.groups: column.data_ranks for column in timer.columns}
+    if len(ranks) == 1:
         return []
-    kinds = list(paces)
-    equal = max(paces.values()) / layout.dp
-    found: dict[tuple[int, ...], float] = {}
-    for numbers in _numbers([paces[kind] for kind in kinds]):
-        parts = sum(number * len(ranks[kind]) for number, kind in zip(numbers, kinds, strict=True))
-        if gcd(*numbers) > 1 or batch % (parts * timer.scenario.micro_batch):
+    held = list(ranks)
+    work = cache(lambda place, share: timer.work(held[place], share))
+    found: list[tuple[float, str]] = []
+    for numbers in dict.fromkeys(_numbers([work(place, 1) for place in range(len(held))])):
+        parts = sum(number * len(ranks[kind]) for number, kind in zip(numbers, held, strict=True))
+        if len(set(numbers)) == 1 or gcd(*numbers) > 1 or batch % (parts * scenario.micro_batch):
             continue
-        longest = max(number * paces[kind] for number, kind in zip(numbers, kinds, strict=True))
-        if longest / parts < equal:
-            found[numbers] = longest / parts
-    best = sorted(found, key=lambda numbers: (found[numbers], numbers))[:SHARES_TRIED]
-    return [_written(layout, {kind: numbers[place] for place, kind in enumerate(kinds)}, ranks) for numbers in best]
+        longest = max(work(place, number) for place, number in enumerate(numbers))
+        each = [0] * layout.dp
+        for kind, number in zip(held, numbers, strict=True):
+            for rank in ranks[kind]:
+                each[rank] = number
+        shares = Strategy(replicate=layout.dp, shares="+".join(map(str, each))).shares
+        found.append((longest * batch / (parts * scenario.micro_batch), shares))
+    return sorted(found)
 
 
 def _numbers(paces: Sequence[float]) -> Iterator[tuple[int, ...]]:
@@ -110,11 +111,3 @@ def _numbers(paces: Sequence[float]) -> Iterator[tuple[int, ...]]:
     for most in range(1, MOST_SHARE + 1):
         exact = [most * fastest / pace for pace in paces]
         yield from product(*(sorted({max(1, int(one)), max(1, -int(-one // 1))}) for one in exact))
-
-
-def _written(layout: Layout, numbers: dict[tuple[int, ...], int], ranks: dict[tuple[int, ...], list[int]]) -> str:
-    each = [0] * layout.dp
-    for kind, number in numbers.items():
-        for rank in ranks[kind]:
-            each[rank] = number
-    return Strategy(replicate=layout.dp, shares="+".join(map(str, each))).shares

@@ -122,6 +122,12 @@ class GroupTimer:
             self._flows = [flow_of(self.scenario, one, transfer) for one in passes]
         return self._flows
 
+    def work(self, groups: tuple[int, ...], share: int) -> float:
+        """Seconds that the slowest rank of such a column computes for a micro-batch."""
+        layout = self.scenario.layout
+        placement = placement_of(layout.schedule, layout.pp) if layout.pp > 1 else (0,)
+        return flow_of(self.scenario, self._passes(Column(groups, share, ()), placement), 0.0).work
+
     def _passes(self, column: Column, placement: Sequence[int]) -> list[Passes]:
         found = {group: self.timer(group, column.share).passes() for group in set(column.groups)}
         return [found[column.groups[rank]][stage] for stage, rank in enumerate(placement)]
