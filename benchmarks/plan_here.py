@@ -61,7 +61,7 @@ def timed(world: World, case: Case) -> float:
     step = step_of(world, case)
     best = float("inf")
     for number in range(case.steps):
-        batch = batch_of(case, number, step.data_rank, step.strategy.dp)
+        batch = batch_of(case, number, step.data_rank, step.strategy)
         started = time.perf_counter()
         step(number, batch)
         best = min(best, time.perf_counter() - started)

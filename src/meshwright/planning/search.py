@@ -37,6 +37,10 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     """The best strategy and its runners-up; the same question has the same answer always."""
     if objective not in OBJECTIVES:
         raise UserError(f"--objective={objective} is not one of {', '.join(OBJECTIVES)}")
+    if question.cluster.groups:
+        from meshwright.planning.group_search import search_groups
+
+        return search_groups(question, objective, keep)
     space = Space(question)
     pending = in_order(question, space)
     if not pending:

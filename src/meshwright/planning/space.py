@@ -208,4 +208,6 @@ def most_recompute(question: Question) -> str:
 def allowed(question: Question, layout: Layout) -> bool:
     """Whether a layout meets the constraints."""
     names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "replicate", "schedule", "layers", "recompute", "offload")
-    return question.allows(**{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method)
+    return question.allows(
+        **{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method, shares=layout.shares
+    )
