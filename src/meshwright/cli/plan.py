@@ -140,12 +140,12 @@ def _calibrate() -> int:
 
     require_torch()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    from meshwright.planning.calibrate import calibrate
+    from meshwright.planning.calibrate import calibrate, lines_of
 
-    found, path = calibrate()
-    for name, value in found.items():
-        print(f"{name:<12} {value:.4g}")
-    print(f"wrote {path}; `--cluster here` uses it from now on")
+    found, path = calibrate(say=lambda line: print(line, flush=True))
+    for line in lines_of(found):
+        print(line)
+    print(f"wrote {path}; plans for this machine and for clusters of this chip use it from now on")
     return 0
 
 
