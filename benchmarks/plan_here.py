@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from meshwright.cluster.cluster import cpu_ranks
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.world import World
-from meshwright.planning.search import Question, estimate
+from meshwright.planning.question import Question, estimate
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool

@@ -15,9 +15,12 @@ from meshwright.models.presets import preset
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.changes import cheapest_change
 from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.families import family_of
 from meshwright.planning.memory import memory_of
+from meshwright.planning.question import Candidate, Question, estimate
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import Candidate, Question, Space, estimate, family_of, plain_best, search
+from meshwright.planning.search import plain_best, search
+from meshwright.planning.space import Space
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
 

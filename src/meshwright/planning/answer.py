@@ -12,20 +12,15 @@ from meshwright.errors import UserError
 from meshwright.models.hf_config import read_json, read_spec, spec_from_config
 from meshwright.models.presets import preset, presets
 from meshwright.models.spec import ModelSpec
+from meshwright.planning.bounds import in_order
 from meshwright.planning.changes import Change, cheapest_change
 from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.families import families, family_of
+from meshwright.planning.least_memory import nearest
 from meshwright.planning.memory import GIB
-from meshwright.planning.search import (
-    Candidate,
-    Found,
-    Question,
-    estimate,
-    families,
-    family_of,
-    in_full,
-    plain_best,
-    search,
-)
+from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
+from meshwright.planning.search import plain_best, search
+from meshwright.planning.space import Space
 from meshwright.strategy import Strategy
 
 TOKENS_PER_STEP = 4 << 20
@@ -294,12 +289,10 @@ def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
 
 def _smallest(question: Question) -> Candidate | None:
     """The failing member of a family that is nearest to fitting without recompute."""
-    from meshwright.planning.search import Space, _nearest, _pending
-
-    space = Space(question)
     extra = parse_constraints(["recompute=none", "offload=none"])
     asked = replace(question, constraints=(*question.constraints, *extra))
-    return _nearest(asked, Space(asked), _pending(asked, space)[:LOOKED_AT])
+    space = Space(asked)
+    return nearest(asked, space, in_order(asked, space)[:LOOKED_AT])
 
 
 def _loss(best: Candidate, other: Candidate) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError
 from meshwright.planning.memory import GIB, memory_of
-from meshwright.planning.search import Candidate, Question, estimate
+from meshwright.planning.question import Candidate, Question, estimate
 from meshwright.strategy import Strategy
 
 

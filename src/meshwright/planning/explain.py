@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
 from meshwright.planning.memory import FITS, GIB, Terms
-from meshwright.planning.search import Candidate
+from meshwright.planning.question import Candidate
 
 TERMS = {
     "parameters": "parameters",

@@ -10,7 +10,8 @@ from meshwright.errors import UserError
 from meshwright.models.count import count_parameters
 from meshwright.models.presets import presets
 from meshwright.planning.constraints import Constraint
-from meshwright.planning.search import Candidate, Question, plain_best, search
+from meshwright.planning.question import Candidate, Question
+from meshwright.planning.search import plain_best, search
 
 CHECKPOINT_GB_S = 2.0
 """Written a second by each machine, where nothing else is said."""

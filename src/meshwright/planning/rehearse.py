@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
 from meshwright.planning.memory import GIB
-from meshwright.planning.search import Candidate
+from meshwright.planning.question import Candidate
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from rich.text import Text
 from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
 from meshwright.planning.memory import GIB
-from meshwright.planning.search import Candidate
+from meshwright.planning.question import Candidate
 from meshwright.planning.timing import Timer
 from meshwright.schedules import make_program, simulate
 

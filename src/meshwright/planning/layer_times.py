@@ -1,0 +1,137 @@
+"""How long one layer's passes of a micro-batch take on one rank, with what tensor, context and expert parallel add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.planning import blocks
+from meshwright.planning.blocks import Work
+from meshwright.planning.links import group_of
+from meshwright.planning.operations import Operations
+from meshwright.planning.scenario import Scenario
+
+
+@dataclass
+class Layer:
+    """Seconds of one layer's passes of one micro-batch on one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    """To the input."""
+    weights: float = 0.0
+    again: float = 0.0
+    """Computed again in the backward pass."""
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    tp_forward: float = 0.0
+    ep_forward: float = 0.0
+    cp_forward: float = 0.0
+
+
+class LayerTimes:
+    """Times of a scenario's layers and of its head."""
+
+    def __init__(self, scenario: Scenario, operations: Operations) -> None:
+        self.scenario, self.operations = scenario, operations
+        layout, cluster = scenario.layout, scenario.cluster
+        self.tp_group = group_of(cluster, layout.tp, 1)
+        self.cp_group = group_of(cluster, layout.cp, layout.tp)
+        self.ep_group = group_of(cluster, layout.ep, layout.expert_tp)
+        self._layers: dict[tuple[bool, bool], Layer] = {}
+        self._head: tuple[float, float, float] | None = None
+
+    def layer(self, sparse: bool, again: bool) -> Layer:
+        """The passes of one layer, computed again or not."""
+        key = sparse, again
+        if key not in self._layers:
+            self._layers[key] = self._layer(sparse, again)
+        return self._layers[key]
+
+    def _layer(self, sparse: bool, again: bool) -> Layer:
+        scenario, layout, operations = self.scenario, self.scenario.layout, self.operations
+        software = operations.software
+        work = blocks.layer_work(
+            scenario.spec, sparse, scenario.tokens, scenario.sequence_length,
+            layout.tp, layout.sp, layout.ep, layout.expert_tp, scenario.imbalance,
+        )  # fmt: skip
+        forward = backward = weights = 0.0
+        for one in work.products:
+            times = operations.product(one)
+            forward, backward, weights = forward + times[0], backward + times[1], weights + times[2]
+        attention_forward, attention_backward = operations.attend(work, scenario.sequence_length / layout.cp)
+        moved = operations.move(work.moved)
+        if scenario.dtype != scenario.wide:
+            # Read wide, write narrow twice (as it is and transposed).
+            cast = work.cast * 4 * software.cast / operations.memory
+            forward, backward = forward + cast, backward + cast
+        forward += attention_forward + moved
+        backward += attention_backward + 2 * moved
+        if not scenario.flash_attention and layout.recompute == "selective":
+            backward += attention_forward
+        host = (software.host_experts_s if sparse else software.host_s) * operations.host
+        if operations.on_cpu:
+            forward, total = forward + host, backward + weights + 2 * host
+        else:
+            forward, total = max(forward, host), max(backward + weights, 2 * host)
+        backward = total - weights
+        result = Layer(forward, backward, weights)
+        result.tp_forward, tp_backward = self._tensor(work)
+        result.ep_forward = (
+            software.ep_exposed
+            * 2
+            * self.operations.links.exchange(self.ep_group, work.exchanged * scenario.element, self._copies())
+        )
+        result.cp_forward, cp_backward = self._context(work, attention_forward, attention_backward)
+        result.tp = result.tp_forward + tp_backward
+        result.ep = 2 * result.ep_forward
+        result.cp = result.cp_forward + cp_backward
+        if again:
+            result.again = forward
+            result.tp += result.tp_forward
+            result.ep += result.ep_forward
+            result.cp += result.cp_forward
+        elif scenario.selective:
+            result.again = moved
+        return result
+
+    def _copies(self) -> float:
+        experts = self.scenario.spec.experts
+        return experts.num_experts_per_tok if experts is not None else 1
+
+    def _tensor(self, work: Work) -> tuple[float, float]:
+        """Exposed seconds of tensor-parallel collectives, forward and backward: two sums each, or four halves."""
+        if self.tp_group.size == 1:
+            return 0.0, 0.0
+        size = work.tp_elements * self.scenario.element
+        once = 4 * self.operations.links.half(self.tp_group, size) * self.operations.software.tp_exposed
+        # Backward passes of the weights need the gathered inputs once more.
+        return once, once * (1.25 if self.scenario.layout.sp else 1.0)
+
+    def _context(self, work: Work, forward: float, backward: float) -> tuple[float, float]:
+        """Exposed seconds of context-parallel traffic; a ring hides behind attention, an exchange does not."""
+        layout, element = self.scenario.layout, self.scenario.element
+        if layout.cp == 1:
+            return 0.0, 0.0
+        if layout.cp_method == "ring":
+            passed = self.operations.links.half(self.cp_group, work.kv_elements * layout.cp * element)
+            start = passed / layout.cp
+            return max(start, passed - forward), max(2 * start, 2 * passed - backward)
+        once = self.operations.links.exchange(self.cp_group, (work.kv_elements + work.qo_elements) * element)
+        return once, once
+
+    def head(self) -> tuple[float, float, float]:
+        """Seconds of the last norm, the head and the loss: forward, to the input, to the weights."""
+        if self._head is None:
+            self._head = self._make_head()
+        return self._head
+
+    def _make_head(self) -> tuple[float, float, float]:
+        scenario, layout, operations = self.scenario, self.scenario.layout, self.operations
+        work = blocks.head_work(scenario.spec, scenario.tokens, layout.tp, layout.sp)
+        forward, backward, weights = operations.product(work.products[0])
+        logits = scenario.tokens * scenario.spec.vocab_size / layout.tp
+        # Logits are read and written in float32 by the loss, forward and backward.
+        loss = logits * 4 * 4 / operations.memory
+        moved = operations.move(work.moved)
+        return forward + loss / 2 + moved, backward + loss / 2 + 2 * moved, weights

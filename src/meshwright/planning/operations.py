@@ -1,0 +1,90 @@
+"""How long single operations take on a chip: matrix products, attention, what is bound by memory. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from meshwright.planning.blocks import Product, Work
+from meshwright.planning.links import Links
+from meshwright.planning.scenario import Scenario
+from meshwright.planning.software import Constants
+
+TILE = 128
+BACKWARD_ATTENTION = 2.5
+"""Products of fused attention's backward pass over those of its forward pass: five for two."""
+CPU_LAYER_S = 0.001
+"""Least time for a layer's forward pass on a CPU where nothing was measured."""
+
+
+class Operations:
+    """Times of operations, by a roofline: what the chip computes or what its memory moves, whichever is longer."""
+
+    def __init__(self, scenario: Scenario, constants: Constants) -> None:
+        chip, speed = scenario.cluster.chip, constants.chip(scenario.cluster.chip.key)
+        software = scenario.software
+        self.on_cpu = chip.key == "cpu"
+        if self.on_cpu:
+            # Nothing runs beside a core's own work, and every operation is waited for.
+            calibration = scenario.cluster.calibration
+            layer_s = calibration.layer_s if calibration is not None else CPU_LAYER_S
+            software = replace(
+                software, compute=1.0, overlap=0.0, contention=0.0, tp_exposed=1.0, ep_exposed=1.0, passes=1.0,
+                host_s=layer_s, host_experts_s=2 * layer_s, step_s=2 * layer_s, jitter=0.0,
+            )  # fmt: skip
+        self.software = software
+        self.common = constants.common
+        wide = chip.peak(scenario.wide) * speed.gemm * software.compute
+        self.wide = wide
+        if scenario.dtype == scenario.wide:
+            self.narrow = wide
+        else:
+            share = speed.fp8 if scenario.dtype == "fp8" else speed.fp4
+            self.narrow = chip.peak(scenario.dtype) * share * software.compute
+        kernel = speed.portable_attention if software.portable_attention else speed.attention
+        self.attention = chip.peak(scenario.wide) * kernel * software.attention
+        self.memory = chip.memory_bandwidth * 1e9 * speed.memory
+        self.units = chip.units
+        self.host = speed.host
+        self.links = Links(scenario.cluster, constants.common)
+        self.element = scenario.element
+        self.flash_attention = scenario.flash_attention
+
+    def product(self, one: Product) -> tuple[float, float, float]:
+        """Seconds of the forward product and of those to its input and to its weights."""
+        peak = self.narrow if one.narrow else self.wide
+        if one.times > 1:
+            peak *= self.common.grouped * one.rows / (one.rows + self.common.rows)
+        flops = 2 * one.rows * one.inner * one.outer * one.times
+        return (
+            self._time(flops, peak, one.rows, one.inner, one.outer, one.times),
+            self._time(flops, peak, one.rows, one.outer, one.inner, one.times),
+            self._time(flops, peak, one.inner, one.rows, one.outer, one.times),
+        )
+
+    def _time(self, flops: float, peak: float, rows: float, inner: float, outer: float, times: float) -> float:
+        waves = ceil(rows / TILE) * ceil(outer / TILE) * times / self.units
+        waste = ceil(waves) / waves - 1 if waves < 64 else 0.0
+        share = inner / (inner + self.common.depth) / (1 + self.common.quantum * min(waste, 8.0))
+        moved = 2 * (rows * inner + inner * outer + rows * outer) * times
+        return max(flops / (peak * share), moved / self.memory)
+
+    def attend(self, work: Work, own: float) -> tuple[float, float]:
+        """Seconds of attention forward and backward, with so many tokens of a sequence on this rank."""
+        common = self.common
+        if not self.flash_attention:
+            # Full products, and the scores go through memory for masks, softmax and dropout.
+            forward = 2 * work.attention_flops / self.wide * 1.6 + work.scores * 2 * common.unfused / self.memory
+            return forward, 2 * forward
+        share = own / (own + common.attention_length) * min(1.0, 0.6 + 0.4 * work.head_dim / 128)
+        forward = work.attention_flops / (self.attention * share)
+        return forward, forward * BACKWARD_ATTENTION * 1.1
+
+    def move(self, elements: float) -> float:
+        """Seconds in which operations between the products read and write so many elements."""
+        return elements * self.element * self.software.passes / self.memory
+
+    def hide(self, communication: float, compute: float, edge: float) -> float:
+        """What is seen of communication that runs beside computation; a share of it has nothing to run beside."""
+        hidden = min(communication * (1 - edge), compute * self.software.overlap)
+        return communication - hidden + hidden * self.software.contention

@@ -1,0 +1,149 @@
+"""What to plan for, and a candidate for an answer: a strategy with what is estimated of it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import log, sqrt
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.models.count import count_parameters
+from meshwright.models.spec import ModelSpec
+from meshwright.planning import blocks
+from meshwright.planning.constraints import Constraint
+from meshwright.planning.memory import Memory, memory_of
+from meshwright.planning.scenario import Layout, Scenario
+from meshwright.planning.software import Constants, constants
+from meshwright.planning.timing import Parts, Timer
+from meshwright.strategy import Strategy
+
+FEATURE = 0.01
+"""What a feature must earn, as a share of the step: distribution is a cost."""
+ROUTING_SPREAD = 0.15
+"""Standard deviation of an expert's load around the mean, under a balancing loss."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to plan for."""
+
+    spec: ModelSpec
+    cluster: Cluster
+    sequence_length: int
+    global_batch: int
+    precision: str = "bf16"
+    constraints: tuple[Constraint, ...] = ()
+    software: str = "meshwright"
+    known: Constants = field(default_factory=constants, compare=False, repr=False)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model."""
+        return count_parameters(self.spec).total
+
+    def allows(self, **found: int | str) -> bool:
+        """Whether a choice meets the constraints so far."""
+        return all(one.holds(found) for one in self.constraints)
+
+    def scenario(self, strategy: Strategy | Layout, micro_batch: int) -> Scenario:
+        """A strategy as a scenario."""
+        return Scenario(
+            spec=self.spec,
+            layout=strategy if isinstance(strategy, Layout) else Layout.of(strategy),
+            cluster=self.cluster,
+            software=self.known.software[self.software],
+            sequence_length=self.sequence_length,
+            micro_batch=micro_batch,
+            global_batch=self.global_batch,
+            precision=self.precision,
+            imbalance=routing_imbalance(self.spec, strategy.ep),
+        )
+
+
+def routing_imbalance(spec: ModelSpec, ep: int) -> float:
+    """How much more rows the busiest expert-parallel rank gets than the mean: the expected maximum of normal loads."""
+    if spec.experts is None or ep == 1:
+        return 1.0
+    per_rank = spec.experts.num_experts / ep
+    return 1.0 + ROUTING_SPREAD / sqrt(per_rank) * sqrt(2 * log(ep))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy, and what is estimated of it."""
+
+    strategy: Strategy
+    micro_batch: int
+    scenario: Scenario = field(repr=False, compare=False)
+    memory: Memory = field(repr=False, compare=False)
+    parts: Parts = field(repr=False, compare=False)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.parts.total
+
+    @property
+    def fits(self) -> bool:
+        """Whether it fits with a margin."""
+        return self.memory.verdict == "fits"
+
+    @property
+    def tokens_per_s_per_gpu(self) -> float:
+        """Tokens a second and chip."""
+        scenario = self.scenario
+        return scenario.global_batch * scenario.sequence_length / self.step_s / scenario.cluster.gpus
+
+    @property
+    def mfu(self) -> float:
+        """Share of the chips' peak (of 16-bit products) that the model's own FLOPs make up."""
+        scenario = self.scenario
+        tokens = scenario.global_batch * scenario.sequence_length
+        flops = blocks.training_flops(scenario.spec, tokens, scenario.sequence_length)
+        return flops / self.step_s / scenario.cluster.gpus / scenario.cluster.chip.peak(scenario.wide)
+
+    @cached_property
+    def features(self) -> int:
+        """How many features it uses, beyond copies of the model."""
+        return count_features(self.strategy)
+
+    def score(self, objective: str) -> tuple[float, ...]:
+        """Lower is better; ties go to what is simpler, and then to one order for all time."""
+        strategy = self.strategy
+        order = (self.features, strategy.zero, strategy.tp, strategy.pp, strategy.cp, strategy.ep, -self.micro_batch)
+        if objective == "memory":
+            return (self.memory.peak, self.step_s, *order)
+        return (self.step_s * (1 + FEATURE * self.features), *order)
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    best: Candidate | None
+    ranked: list[Candidate]
+    """All that were estimated and fit, best first."""
+    nearest: Candidate | None
+    """Where nothing fits, what comes closest."""
+    estimated: int
+    bounded: int
+    """Degrees that were left out because of their bound."""
+
+
+def count_features(strategy: Strategy | Layout) -> int:
+    """Features that a strategy uses."""
+    used = [strategy.zero > 0, strategy.tp > 1, strategy.pp > 1, strategy.cp > 1, strategy.ep > 1]
+    used += [strategy.schedule != "1f1b", strategy.layers != "even", strategy.recompute != "none"]
+    used += [strategy.offload != "none", strategy.offload != "none", strategy.zero > 0 and strategy.replicate > 1]
+    return sum(used)
+
+
+def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candidate:
+    """One strategy, whether it fits or not."""
+    scenario = question.scenario(strategy, micro_batch)
+    return Candidate(strategy, micro_batch, scenario, memory_of(scenario), Timer(scenario, question.known).parts())
+
+
+def in_full(question: Question, candidate: Candidate) -> Candidate:
+    """A candidate of a search with the memory of all its pipeline ranks, and a time if it had none."""
+    return estimate(question, candidate.strategy, candidate.micro_batch)

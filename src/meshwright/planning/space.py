@@ -1,0 +1,203 @@
+"""The space of a search: all strategies that the trainer can run and that can be best. No torch.
+
+Degrees and the micro-batch come first; the rest hangs on them: ZeRO stage, copies, schedule, layer split, recompute,
+host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from meshwright.models.spec import ModelSpec
+from meshwright.planning import blocks
+from meshwright.planning.memory import memory_of
+from meshwright.planning.question import Question
+from meshwright.planning.scenario import Layout
+from meshwright.schedules import stages_per_rank
+from meshwright.stages import stage_layers
+from meshwright.strategy_fit import divisors
+
+MOST_ZBV = 8
+"""Pipeline ranks up to which zbv is searched: its order is made by playing it through, which takes long for more."""
+MOST_UNEVEN = 32
+"""Stages up to which uneven splits are searched."""
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """What is fixed first, with a bound of what can come of it."""
+
+    tp: int
+    pp: int
+    cp: int
+    dp: int
+    ep: int
+    micro_batch: int
+    bound: float = 0.0
+
+
+class Space:
+    """All strategies that are searched for a question."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self._holds: dict[tuple[Degrees, str, int], bool] = {}
+
+    def degrees(self) -> Iterator[Degrees]:
+        """Degrees and micro-batches that fill the cluster and divide the batch."""
+        question, spec = self.question, self.question.spec
+        world = question.cluster.gpus
+        heads, groups = spec.num_attention_heads, spec.num_key_value_heads
+        for tp in divisors(world):
+            # Tensor parallel stays within the fast links: its collectives stand in every layer's way.
+            if (
+                tp > question.cluster.domain
+                or heads % tp
+                or (groups % tp and tp % groups)
+                or not question.allows(tp=tp)
+            ):
+                continue
+            if question.sequence_length % tp or spec.intermediate_size % tp or spec.vocab_size < tp:
+                continue
+            for pp in divisors(world // tp):
+                if pp > spec.num_hidden_layers or not question.allows(pp=pp):
+                    continue
+                for cp in divisors(world // tp // pp):
+                    if not self._context_fits(cp, tp) or not question.allows(cp=cp):
+                        continue
+                    dp = world // (tp * pp * cp)
+                    if question.global_batch % dp or not question.allows(dp=dp):
+                        continue
+                    for ep in self._expert_degrees(dp):
+                        # Who splits sequences has no room for several of them at once.
+                        for micro_batch in MICRO_BATCHES if cp == 1 else (1,):
+                            if question.global_batch % (dp * micro_batch) == 0 and question.allows(
+                                ep=ep, micro_batch=micro_batch
+                            ):
+                                yield Degrees(tp, pp, cp, dp, ep, micro_batch)
+
+    def _context_fits(self, cp: int, tp: int) -> bool:
+        """Context parallel in powers of two, with at least 2048 tokens for each rank."""
+        return cp == 1 or (cp & (cp - 1) == 0 and self.question.sequence_length % (2 * cp * tp) == 0
+                           and self.question.sequence_length // cp >= 2048)  # fmt: skip
+
+    def _expert_degrees(self, dp: int) -> list[int]:
+        experts = self.question.spec.experts
+        if experts is None:
+            return [1]
+        return [ep for ep in divisors(dp) if experts.num_experts % ep == 0]
+
+    def states(self, degrees: Degrees) -> Iterator[tuple[int, int, str]]:
+        """(zero, shard, cp_method) for degrees."""
+        question, dp = self.question, degrees.dp
+        for zero in self.zero_stages(degrees, "none"):
+            for shard in self._shards(degrees, zero):
+                if question.allows(shard=shard, replicate=dp // shard):
+                    for method in ("ring", "ulysses") if degrees.cp > 1 else ("ring",):
+                        if question.allows(cp_method=method):
+                            yield zero, shard, method
+
+    def orders(self, degrees: Degrees, zero: int) -> Iterator[tuple[str, str]]:
+        """(schedule, layers) for degrees."""
+        for schedule in self._schedules(degrees.pp, zero, degrees.dp * degrees.cp):
+            for layers in self.splits(degrees.pp, schedule):
+                if self.question.allows(schedule=schedule, layers=layers):
+                    yield schedule, layers
+
+    def zero_stages(self, degrees: Degrees, offload: str) -> list[int]:
+        """Stages that make sense with some degrees, the least sharded first."""
+        many = degrees.dp * degrees.cp > 1
+        least = 2 if offload == "parameters" else 0
+        return [zero for zero in range(4) if zero >= least and (zero == 0 or many) and self.question.allows(zero=zero)]
+
+    def may_hold(self, degrees: Degrees, offload: str, zero: int) -> bool:
+        """Whether a ZeRO stage can fit: with all recompute, the schedule that holds least, state spread furthest."""
+        key = degrees, offload, zero
+        if key not in self._holds:
+            self._holds[key] = any(
+                memory_of(self.question.scenario(layout, degrees.micro_batch), quick=True).verdict == "fits"
+                for layout in self.smallest(degrees, offload, zero)
+            )
+        return self._holds[key]
+
+    def smallest(self, degrees: Degrees, offload: str, zero: int) -> Iterator[Layout]:
+        """What holds the least with that stage: both layer splits."""
+        for layers in self.splits(degrees.pp, "1f1b"):
+            yield replace(
+                plain(degrees),
+                zero=zero,
+                shard=degrees.dp if zero else 1,
+                offload=offload,
+                layers=layers,
+                recompute=most_recompute(self.question),
+            )
+
+    def _shards(self, degrees: Degrees, zero: int) -> list[int]:
+        """State is shared by all data ranks, or by those within the fast links with copies across them."""
+        dp = degrees.dp
+        if not zero:
+            return [1]
+        inside = max(1, self.question.cluster.domain // (degrees.tp * degrees.cp))
+        near = [shard for shard in (inside,) if 1 < shard < dp and dp % shard == 0]
+        return [dp, *near]
+
+    def _schedules(self, pp: int, zero: int, ranks: int) -> list[str]:
+        """GPipe is never better than 1f1b: as long, and it holds more. Split backward passes need weights to stay."""
+        if pp == 1:
+            return ["1f1b"]
+        per_rank = self.question.spec.num_hidden_layers // pp
+        found = ["1f1b", *(f"interleaved:{count}" for count in (2, 4, 8) if count <= per_rank)]
+        if zero < 3 or ranks == 1:
+            found.append("zero-bubble")
+            found += ["zbv"] if per_rank >= 2 and pp <= MOST_ZBV else []
+        return found
+
+    def splits(self, pp: int, schedule: str) -> list[str]:
+        """Evenly, and with fewer layers where the head is, if that is another split."""
+        stages = pp * stages_per_rank(schedule)
+        if pp == 1 or stages > MOST_UNEVEN or stages < 2:
+            return ["even"]
+        sizes = balanced_sizes(self.question.spec, stages)
+        even = [len(part) for part in stage_layers(self.question.spec, stages, "even")]
+        return ["even"] if sizes == even else ["even", "+".join(map(str, sizes))]
+
+
+def balanced_sizes(spec: ModelSpec, stages: int) -> list[int]:
+    """Layers of each stage where the head counts as the layers that cost as much."""
+    layer = blocks.layer_work(spec, spec.is_sparse(spec.num_hidden_layers - 1), 1, 1, 1, False, 1, 1, 1.0)
+    cost = sum(one.inner * one.outer * one.times * one.rows for one in layer.products)
+    head = spec.vocab_size * spec.hidden_size / cost
+    layers = spec.num_hidden_layers
+    last = min(layers - stages + 1, max(1, round((layers + head) / stages - head)))
+    each, more = divmod(layers - last, stages - 1)
+    return [each + (stage < more) for stage in range(stages - 1)] + [last]
+
+
+def plain(degrees: Degrees) -> Layout:
+    """Copies of the model, with these degrees and nothing else."""
+    return Layout(
+        dp=degrees.dp,
+        tp=degrees.tp,
+        pp=degrees.pp,
+        cp=degrees.cp,
+        ep=degrees.ep,
+        expert_tp=degrees.tp,
+        sp=degrees.tp > 1,
+    )
+
+
+def most_recompute(question: Question) -> str:
+    """The recompute that saves the most memory of what is allowed."""
+    if question.allows(recompute="full"):
+        return "full"
+    if question.allows(recompute="first:1"):
+        return f"first:{question.spec.num_hidden_layers}"
+    return "selective" if question.allows(recompute="selective") else "none"
+
+
+def allowed(question: Question, layout: Layout) -> bool:
+    """Whether a layout meets the constraints."""
+    names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "replicate", "schedule", "layers", "recompute", "offload")
+    return question.allows(**{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method)
