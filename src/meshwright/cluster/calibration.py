@@ -38,8 +38,8 @@ class Speeds:
     """The same of its backward pass: 2.5 times the FLOPs of the forward pass."""
     memory: float
     """Bytes per second, read and written."""
-    passes: Mapping[str, Sequence[float]]
-    """By dtype, forward and backward: how often a layer's activations go through memory, over the least it takes."""
+    passes: Mapping[str, float]
+    """By dtype: how often a layer's activations go through memory, over the least it takes."""
     layer_s: Sequence[float]
     """Least seconds of a layer's forward and backward pass: what the host takes to start its operations."""
     experts_s: Sequence[float]
@@ -48,6 +48,8 @@ class Speeds:
     """For each parameter that is updated."""
     step_s: float
     """What a step costs beside its passes."""
+    micro_s: float
+    """What a micro-step costs beside its layers: embedding, head and loss, however small."""
     collectives: Mapping[str, Mapping[str, Points]]
     """By kind and size of the group: bytes, seconds, as it comes between other work."""
     axes: Mapping[str, Mapping[str, float]]
@@ -69,6 +71,7 @@ class Speeds:
             experts_s=[value * factor for value in self.experts_s],
             optimizer_s=self.optimizer_s * factor,
             step_s=self.step_s * factor,
+            micro_s=self.micro_s * factor,
             collectives={
                 kind: {size: tuple((row[0], row[1] * factor) for row in rows) for size, rows in groups.items()}
                 for kind, groups in self.collectives.items()
@@ -88,13 +91,16 @@ class Calibration:
     when: str
     crowds: Mapping[int, Speeds]
 
-    def of(self, ranks: int) -> Speeds:
-        """For that many ranks at the same time: those of the next larger crowd, or of the largest, slowed down."""
+    def of(self, ranks: int, cores: int) -> Speeds:
+        """For that many ranks on so many cores: those of the next larger crowd; of the largest, if there is none.
+
+        That one is slowed down as far as ranks share cores that it did not have to share.
+        """
         larger = [size for size in sorted(self.crowds) if size >= ranks]
         if larger:
             return self.crowds[larger[0]]
         most = max(self.crowds)
-        return self.crowds[most].scaled(ranks / most)
+        return self.crowds[most].scaled(max(1.0, ranks / cores) / max(1.0, most / cores))
 
     def __str__(self) -> str:
         return f"calibrated on {self.host}, {self.when[:10]}, torch {self.torch}"
@@ -193,9 +199,8 @@ def seconds_of(points: Points, size: float) -> float:
     """Of a collective of that many bytes: straight lines between measured sizes, and on beyond the last."""
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
-    for (left, low), (right, high) in zip(points, points[1:], strict=False):
-        if size <= right:
-            break
+    last = next((index for index, point in enumerate(points) if size <= point[0]), len(points) - 1)
+    (left, low), (right, high) = points[last - 1], points[last]
     return low + max(0.0, high - low) * (size - left) / (right - left)
 
 

@@ -178,7 +178,7 @@ def cpu_ranks(ranks: int) -> Cluster:
             link=chip.link * share,
         )
         return of_chip(chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, measured=ignored)
-    speeds = calibration.of(ranks)
+    speeds = calibration.of(ranks, cores)
     tflops = {dtype: max(row[-1] for row in rows) / 1e12 for dtype, rows in speeds.products.items()}
     chip = replace(chip, tflops=tflops, memory_bandwidth=speeds.memory / 1e9)
     return of_chip(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.errors import UserError
@@ -17,11 +17,16 @@ from meshwright.planning.changes import Change, cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.families import families, family_of
 from meshwright.planning.least_memory import nearest
+from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
+from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.planning.tryout import Tried
 
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
@@ -54,6 +59,8 @@ class Plan:
     found: Found | None
     tokens: float | None = None
     """Of the whole training."""
+    tried: tuple[Tried, ...] = ()
+    """Candidates that were run here, in the order of their predicted times; the best is then the measured one."""
 
     @property
     def shown(self) -> Candidate:
@@ -104,6 +111,7 @@ class Plan:
                 }
                 for one in self.runners
             ],
+            "tried": [one.as_json() for one in self.tried],
             "fewer_gpus": [candidate_json(self, one) for one in self.fewer],
             "why": explain(self),
             "searched": None
@@ -114,6 +122,17 @@ class Plan:
 
 def origin(question: Question) -> str:
     """Whether the numbers are measured, calibrated or estimated."""
+    cluster = question.cluster
+    if isinstance(operations_of(question.scenario(Layout(), 1), question.known), Measured):
+        if cluster.chip.key == "cpu":
+            return f"times {cluster.measured}; memory estimated"
+        links = "links too" if cluster.speeds is not None and cluster.speeds.collectives else "links estimated"
+        return f"times of computing {cluster.measured}; {links}, memory estimated"
+    ignored = f"; {cluster.measured}" if cluster.measured and cluster.speeds is None else ""
+    return _estimated(question) + ignored
+
+
+def _estimated(question: Question) -> str:
     if question.known.measured(question.cluster.chip.key):
         return "estimated, with constants fitted to published runs on this chip"
     return "estimated from the vendor's figures; nothing was measured on this chip"

@@ -12,7 +12,8 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from meshwright.cluster.calibration import CROWDS, Calibration, Speeds, between, write_calibration
-from meshwright.cluster.cluster import chip_named
+from meshwright.cluster.cluster import chip_named, cores_here
 from meshwright.errors import UserError
 from meshwright.models.spec import Experts, ModelSpec
 from meshwright.parallel.world import World, join_world, visible_gpus
@@ -31,7 +32,8 @@ from meshwright.planning.measure import ON_CPU, ON_GPU, Sizes
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool
 
-LAYERS, TOKENS, MICRO_STEPS, STEPS = 8, 16, 2, 5
+LAYERS, TOKENS, STEPS = 8, 16, 4
+MORE_MICRO_STEPS = 4
 TINY = ModelSpec(
     vocab_size=64,
     hidden_size=64,
@@ -48,13 +50,15 @@ TINY_EXPERTS = TINY.model_copy(
 Say = Callable[[str], None]
 
 
-def calibrate(device: str = "auto", say: Say = lambda line: None) -> tuple[Calibration, Path]:
+def calibrate(
+    device: str = "auto", say: Say = lambda line: None, crowds: Sequence[int] = CROWDS, on_cpu: Sizes = ON_CPU
+) -> tuple[Calibration, Path]:
     """Measure this machine's GPUs, or its cores where it has none; store it, and say where."""
     started = time.perf_counter()
     use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    chip, crowds = _gpus(say) if use_gpu else ("cpu", _cores(say))
+    chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Calibration(socket.gethostname(), chip, torch.__version__, when, crowds)
+    found = Calibration(socket.gethostname(), chip, torch.__version__, when, speeds)
     say(f"took {time.perf_counter() - started:.0f} s")
     return found, write_calibration(found)
 
@@ -70,11 +74,12 @@ def lines_of(found: Calibration) -> list[str]:
             for name, points in (("", speeds.attention), (" backward", speeds.attention_backward)):
                 told = ", ".join(f"{row[0]:.0f} tokens {row[1] / 1e12:.3g}" for row in points[dtype])
                 lines.append(f"  attention{name} {dtype}: {told} TFLOP/s")
-        told = ", ".join(f"{dtype} {one[0]:.1f} and {one[1]:.1f}" for dtype, one in speeds.passes.items())
+        told = ", ".join(f"{dtype} {one:.1f}" for dtype, one in speeds.passes.items())
         lines.append(f"  memory: {speeds.memory / 1e9:.4g} GB/s; passes through it over the least: {told}")
         lines.append(
             f"  a layer takes at least {1e6 * speeds.layer_s[0]:.0f} + {1e6 * speeds.layer_s[1]:.0f} us, with experts "
-            f"{1e6 * speeds.experts_s[0]:.0f} + {1e6 * speeds.experts_s[1]:.0f} us; a step {1e3 * speeds.step_s:.1f} ms; "
+            f"{1e6 * speeds.experts_s[0]:.0f} + {1e6 * speeds.experts_s[1]:.0f} us; "
+            f"a step {1e3 * speeds.step_s:.1f} ms, a micro-step {1e3 * speeds.micro_s:.1f} ms beside that; "
             f"the optimizer {1e9 * speeds.optimizer_s:.3g} ns a parameter"
         )
         for kind, groups in speeds.collectives.items():
@@ -92,13 +97,40 @@ def lines_of(found: Calibration) -> list[str]:
     return lines
 
 
-def _cores(say: Say) -> dict[int, Speeds]:
-    crowds = {}
-    with RankPool(max(CROWDS)) as pool:
-        for ranks in CROWDS:
-            say(f"{ranks} {'rank' if ranks == 1 else 'ranks at once'}: products, attention, memory, layers, collectives")
-            crowds[ranks] = _crowd(partial(_on_pool, pool, ranks), ranks, ON_CPU)
-    return crowds
+def _cores(say: Say, crowds: Sequence[int], on_cpu: Sizes) -> dict[int, Speeds]:
+    found: dict[int, Speeds] = {}
+    cores = cores_here()
+    with RankPool(max(crowds)) as pool:
+        for ranks in crowds:
+            # More ranks than cores take turns, in equal shares: what they compute need not be measured again.
+            computed = None
+            if ranks > cores and found:
+                computed = found[max(found)].scaled(ranks / max(max(found), cores))
+            say(f"{ranks} {'rank' if ranks == 1 else 'ranks at once'}: what they compute, move and exchange")
+            sizes = on_cpu if ranks == 1 else replace(on_cpu, dtypes=("float32",))
+            speeds = _crowd(partial(_on_pool, pool, ranks), ranks, sizes, computed)
+            found[ranks] = _with_all_dtypes(speeds, found[1]) if ranks > 1 and computed is None else speeds
+    return found
+
+
+def _with_all_dtypes(few: Speeds, alone: Speeds) -> Speeds:
+    """Crowds are measured in one dtype; sharing cores slows the others as much."""
+
+    def slowed(name: str) -> dict[str, Any]:
+        own, other = getattr(few, name)["float32"], getattr(alone, name)
+        pairs = {dtype: zip(rows, own, other["float32"], strict=True) for dtype, rows in other.items()}
+        return {
+            dtype: tuple((*row[:-1], row[-1] * mine[-1] / before[-1]) for row, mine, before in rows)
+            for dtype, rows in pairs.items()
+        }
+
+    return replace(
+        few,
+        products=slowed("products"),
+        attention=slowed("attention"),
+        attention_backward=slowed("attention_backward"),
+        passes={**alone.passes, **few.passes},
+    )
 
 
 def _on_pool(pool: RankPool, ranks: int, work: Callable[..., Any], *inputs: Any) -> list[Any]:
@@ -137,18 +169,20 @@ def _write_result(folder: str, work: Callable[..., Any], inputs: tuple[Any, ...]
     (Path(folder) / str(world.rank)).write_text(json.dumps(work(world, *inputs)), encoding="utf-8")
 
 
-def _crowd(run: Callable[..., list[Any]], ranks: int, sizes: Sizes) -> Speeds:
-    """What each of that many ranks reaches."""
-    found = _typical(run(measure.computing, sizes))
+def _crowd(run: Callable[..., list[Any]], ranks: int, sizes: Sizes, computed: Speeds | None = None) -> Speeds:
+    """What each of that many ranks reaches; `computed` is what is known of it already."""
+    if computed is None:
+        found = _typical(run(measure.computing, sizes))
+        layers = found.pop("layers")
+        found["passes"] = {dtype: _passes(found, sizes, dtype, layers[dtype]) for dtype in sizes.dtypes}
+        computed = Speeds(ranks=ranks, step_s=0.0, micro_s=0.0, collectives={}, axes={}, **found)
     collectives: dict[str, dict[str, Any]] = {}
     groups = [1 << power for power in range(1, ranks.bit_length()) if ranks % (1 << power) == 0]
     for group in groups:
         for kind, rows in _typical(run(measure.talking, sizes, group)).items():
             collectives.setdefault(kind, {})[str(group)] = tuple(tuple(row) for row in rows)
-    layers = found.pop("layers")
-    found["passes"] = {dtype: _passes(found, sizes, dtype, layers[dtype]) for dtype in sizes.dtypes}
-    found["step_s"], axes = _axes(run, ranks, groups, found)
-    return Speeds(ranks=ranks, collectives=collectives, axes=axes, **found)
+    step_s, micro_s, axes = _axes(run, ranks, groups, computed, sizes.on_cpu)
+    return replace(computed, ranks=ranks, step_s=step_s, micro_s=micro_s, collectives=collectives, axes=axes)
 
 
 def _typical(answers: list[Any]) -> Any:
@@ -161,7 +195,7 @@ def _typical(answers: list[Any]) -> Any:
     return statistics.median(answers)
 
 
-def _passes(found: dict[str, Any], sizes: Sizes, dtype: str, seconds: tuple[float, float]) -> list[float]:
+def _passes(found: dict[str, Any], sizes: Sizes, dtype: str, seconds: tuple[float, float]) -> float:
     """How often a layer's activations go through memory: what its products, attention and the host do not explain."""
     spec, tokens = sizes.layer, sizes.tokens
     work = layer_work(spec, False, tokens, tokens, 1, False, 1, 1, 1.0)
@@ -174,21 +208,23 @@ def _passes(found: dict[str, Any], sizes: Sizes, dtype: str, seconds: tuple[floa
     forward = work.attention_flops / between(found["attention"][dtype], tokens)
     backward = 2.5 * work.attention_flops / between(found["attention_backward"][dtype], tokens)
     # A GPU's host runs ahead where there is enough to compute; a core does one thing after the other.
-    host = found["layer_s"] if sizes is ON_CPU else (0.0, 0.0)
-    left = seconds[0] - products - forward - host[0], seconds[1] - 2 * products - backward - host[1]
-    element = 4 if dtype == "float32" else 2
-    return measure.passes_of(spec, tokens, element, found["memory"], left)
+    host = found["layer_s"] if sizes.on_cpu else (0.0, 0.0)
+    left = sum(seconds) - 3 * products - forward - backward - sum(host)
+    # The backward pass reads and writes twice as much.
+    once = 3 * work.moved * (4 if dtype == "float32" else 2) / found["memory"]
+    return max(1.0, left / once)
 
 
 # ---- what axes add to training
 
 
 def _axes(
-    run: Callable[..., list[Any]], ranks: int, groups: list[int], found: dict[str, Any]
-) -> tuple[float, dict[str, dict[str, float]]]:
-    """What a step costs beside its passes, and what each axis adds for an exchange."""
-    cases = {"plain": f"dp={ranks}", "experts": f"dp={ranks}"}
-    if ranks > 1:
+    run: Callable[..., list[Any]], ranks: int, groups: list[int], computed: Speeds, on_cpu: bool
+) -> tuple[float, float, dict[str, dict[str, float]]]:
+    """What a step and a micro-step cost beside their layers, and what each axis adds for an exchange."""
+    cases = {"plain": f"dp={ranks}", "longer": f"dp={ranks}", "experts": f"dp={ranks}"}
+    # Between GPUs of one machine an exchange is its collective; the host is not in the way.
+    if ranks > 1 and on_cpu:
         cases[f"shard {ranks}"] = f"dp={ranks} zero=3 wrap=block"
         # Between the smallest and the largest group the others can be told.
         for group in sorted({groups[0], groups[-1]}):
@@ -199,9 +235,10 @@ def _axes(
             cases[f"ulysses {group}"] = f"{others} cp={group} cp_method=ulysses"
             cases[f"ep {group}"] = f"dp={ranks} ep={group}"
     seconds = {name: max(run(timed, _case(name, text, ranks))) for name, text in cases.items()}
-    passes = MICRO_STEPS * LAYERS
-    step_s = max(0.0, seconds["plain"] - passes * sum(found["layer_s"]))
-    # Exchanges of a layer in one micro-step, forward and backward.
+    layers = LAYERS * sum(computed.layer_s)
+    micro_s = max(0.0, (seconds["longer"] - seconds["plain"]) / (MORE_MICRO_STEPS - 1) - layers)
+    step_s = max(0.0, seconds["plain"] - layers - micro_s)
+    # Exchanges of a layer, forward and backward; every case has one micro-step.
     per_layer = {"shard": 3.0, "tp": 4.0, "sp": 8.0, "ep": 5.0}
     axes: dict[str, dict[str, float]] = {}
     for name in seconds:
@@ -211,16 +248,17 @@ def _axes(
         base = seconds["experts" if axis == "ep" else "plain"]
         # A ring has a step for each of its ranks forward and three backward; the other has four exchanges in all.
         each = 4.0 * int(group_text) if axis == "ring" else per_layer.get(axis, 4.0)
-        axes.setdefault(axis, {})[group_text] = max(1e-6, (seconds[name] - base) / (passes * each))
-    return step_s, axes
+        axes.setdefault(axis, {})[group_text] = max(1e-6, (seconds[name] - base) / (LAYERS * each))
+    return step_s, micro_s, axes
 
 
 def _case(name: str, text: str, ranks: int) -> Case:
     from meshwright.strategy import Strategy
 
     spec = TINY_EXPERTS if name.startswith(("experts", "ep")) else TINY
-    batch = Strategy.parse(text, ranks).dp * MICRO_STEPS
-    return Case(spec, text, ranks, "float32", MICRO_STEPS, STEPS, batch, TOKENS)
+    micro_steps = MORE_MICRO_STEPS if name == "longer" else 1
+    batch = Strategy.parse(text, ranks).dp * micro_steps
+    return Case(spec, text, ranks, "float32", micro_steps, STEPS, batch, TOKENS)
 
 
 def timed(world: World, case: Case) -> float:

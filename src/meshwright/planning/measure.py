@@ -18,8 +18,8 @@ from torch import Tensor
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.spec import ModelSpec
+from meshwright.parallel.torch_releases import all_gather_into, reduce_scatter_into
 from meshwright.parallel.world import World
-from meshwright.planning.blocks import layer_work
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = 64
@@ -43,6 +43,7 @@ class Sizes:
     """That the optimizer updates."""
     collectives: tuple[int, ...]
     """Bytes of tensors."""
+    on_cpu: bool = False
     rounds: int = 3
     seconds: float = 0.05
     """Of a round."""
@@ -73,6 +74,7 @@ ON_CPU = Sizes(
     tokens=512,
     parameters=4 << 20,
     collectives=(4 * SMALL, 256 << 10, 4 << 20),
+    on_cpu=True,
 )
 ON_GPU = Sizes(
     dtypes=("bf16", "fp16", "float32"),
@@ -218,14 +220,6 @@ def _optimizer(bench: Bench) -> float:
     return bench.seconds(update) / bench.sizes.parameters
 
 
-def passes_of(spec: ModelSpec, tokens: int, element: int, memory: float, left: tuple[float, float]) -> list[float]:
-    """How often activations go through memory, for what is left of a layer's time when its products are taken away."""
-    work = layer_work(spec, False, tokens, tokens, 1, False, 1, 1, 1.0)
-    once = work.moved * element / memory
-    # The backward pass reads and writes twice as much.
-    return [max(0.5, left[0] / once), max(0.5, left[1] / (2 * once))]
-
-
 def talking(world: World, sizes: Sizes, group_size: int) -> dict[str, list[tuple[float, float]]]:
     """Seconds of collectives by kind and bytes, between small products, in groups of that many ranks."""
     bench = Bench(world, sizes)
@@ -255,9 +249,9 @@ def _collective(bench: Bench, kind: str, elements: int, group: Any, size: int) -
         case "all_reduce":
             return lambda: dist.all_reduce(whole, group=group)
         case "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole, part, group=group)
+            return lambda: all_gather_into(whole, part, group=group)
         case "reduce_scatter":
-            return lambda: dist.reduce_scatter_tensor(part, whole, group=group)
+            return lambda: reduce_scatter_into(part, whole, group=group)
         case "all_to_all":
             given = torch.zeros_like(whole)
             return lambda: dist.all_to_all_single(given, whole, group=group)
@@ -277,11 +271,9 @@ def _collective(bench: Bench, kind: str, elements: int, group: Any, size: int) -
             return send
 
 
-def _beside(
-    bench: Bench, call: Callable[[], object], work: Callable[[], object], alone: float, bytes_: float
-) -> float:
+def _beside(bench: Bench, call: Callable[[], object], work: Callable[[], object], alone: float, bytes_: float) -> float:
     """What a collective adds to the work that it comes between."""
-    calls = 20 if bytes_ < 1 << 16 else 8 if bytes_ < 1 << 20 else 4
+    calls = 10 if bytes_ < 1 << 16 else 5 if bytes_ < 1 << 20 else 3
     call()
     best = float("inf")
     for _ in range(bench.sizes.rounds):

@@ -11,7 +11,7 @@ from math import log2
 
 from meshwright.planning import pipeline
 from meshwright.planning.layer_times import LayerTimes
-from meshwright.planning.operations import Operations
+from meshwright.planning.measured import operations_of
 from meshwright.planning.pipeline import StageTimes
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants
@@ -80,7 +80,7 @@ class Timer:
 
     def __init__(self, scenario: Scenario, constants: Constants) -> None:
         self.scenario = scenario
-        self.operations = Operations(scenario, constants)
+        self.operations = operations_of(scenario, constants)
         self.layers = LayerTimes(scenario, self.operations)
         self.states = StateTimes(scenario, self.operations)
         self._flows: dict[tuple[object, ...], Flow] = {}
@@ -102,21 +102,23 @@ class Timer:
         flow = self._flow()
         micro_steps = flow.micro_steps
         length = self._length(flow, simulate)
-        dp = micro_steps * flow.gathered
         reduction = self.states.reduction(flow.slowest, flow.forward, flow.backward)
         optimizer, offload = self.states.update()
         steady = length + reduction + optimizer + offload
         nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
         other = software.step_s + (steady * software.jitter * log2(nodes) if nodes > 1 else 0.0)
+        # Ranks that share cores have those of the ones that wait: together they can be faster than the slowest alone.
+        pace = min(1.0, length / (micro_steps * flow.work))
+        micro_paced = micro_steps * pace
         spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
         return Parts(
-            compute=micro_steps * (flow.work - spent),
-            recompute=micro_steps * flow.again,
-            tp=micro_steps * flow.tp,
-            cp=micro_steps * flow.cp,
-            ep=micro_steps * flow.ep,
-            dp=dp + reduction,
-            bubble=length - micro_steps * flow.work,
+            compute=micro_paced * (flow.work - spent),
+            recompute=micro_paced * flow.again,
+            tp=micro_paced * flow.tp,
+            cp=micro_paced * flow.cp,
+            ep=micro_paced * flow.ep,
+            dp=micro_paced * flow.gathered + reduction,
+            bubble=length - micro_paced * flow.work,
             optimizer=optimizer,
             offload=offload,
             other=other,
@@ -129,7 +131,7 @@ class Timer:
     def without_gaps(self) -> float:
         """Seconds of the step if no rank ever waited for another and all had the same work: below any schedule."""
         parts, flow = self.parts(simulate=False), self._flow()
-        return parts.total - parts.bubble - flow.micro_steps * (flow.work - flow.mean)
+        return parts.total - self._length(flow, simulate=False) + flow.micro_steps * flow.mean
 
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
@@ -184,11 +186,18 @@ class Timer:
             return flow.micro_steps * flow.work
         if simulate:
             if flow.simulated is None:
-                flow.simulated = pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+                flow.simulated = self._shared(
+                    flow, pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+                )
             return flow.simulated
         if flow.bound is None:
-            flow.bound = pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+            flow.bound = self._shared(flow, pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times))
         return flow.bound
+
+    def _shared(self, flow: Flow, length: float) -> float:
+        """A pipeline's length where ranks share cores: a rank that waits leaves its share to the others."""
+        share = self.scenario.cluster.share
+        return length if share == 1 else max(length * share, flow.micro_steps * flow.mean)
 
     def _kinds(self, part: range) -> tuple[tuple[bool, bool, int], ...]:
         """The layers of a stage by kind: sparse or not, computed again or not, how many."""
