@@ -215,14 +215,19 @@ def chip_named(name: str, memory_mib: float) -> Chip | None:
 
 
 def _nvidia_gpus() -> list[tuple[str, float]]:
-    """Names and MiB of the GPUs that nvidia-smi lists; none where there is no such program."""
+    """Names and MiB of the GPUs that nvidia-smi lists and programs may use; none where there is no such program."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
-    return [(name.strip(), float(memory)) for name, memory in rows if memory.strip().replace(".", "").isdecimal()]
+    found = [(name.strip(), float(memory)) for name, memory in rows if memory.strip().replace(".", "").isdecimal()]
+    # Numbers or names of GPUs; those of one machine are alike.
+    return found[: len(visible.split(","))] if visible is not None else found
 
 
 def _host_gib() -> float:

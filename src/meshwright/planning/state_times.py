@@ -42,22 +42,23 @@ class StateTimes:
             return 0.0, 0.0
         links = self.operations.links
         elements, experts = self._parameters(part)
-        layers = self._units(part)
+        # The ends are a unit of their own.
+        units = self._units(part) + 1
         if layout.zero == 2:
             # Gradients of every micro-batch are scattered; parameters stay gathered for the step.
             return 0.0, self.operations.hide(
-                layers * links.unit(self.shard_group, elements * software.reduce_bytes / layers, "reduce_scatter"),
+                units * links.unit(self.shard_group, elements * software.reduce_bytes / units, "reduce_scatter"),
                 backward,
-                1 / layers,
+                1 / max(1, len(part)),
             )
-        gather = layers * links.unit(self.shard_group, elements * software.gather_bytes / layers)
-        scatter = layers * links.unit(self.shard_group, elements * software.reduce_bytes / layers, "reduce_scatter")
+        gather = units * links.unit(self.shard_group, elements * software.gather_bytes / units)
+        scatter = units * links.unit(self.shard_group, elements * software.reduce_bytes / units, "reduce_scatter")
         if experts:
             group = Group(layout.expert_state_ranks, 1) if layout.expert_state_ranks > 1 else Group(1, 1)
-            gather += layers * links.unit(group, experts * software.gather_bytes / layers)
-            scatter += layers * links.unit(group, experts * software.reduce_bytes / layers, "reduce_scatter")
+            gather += units * links.unit(group, experts * software.gather_bytes / units)
+            scatter += units * links.unit(group, experts * software.reduce_bytes / units, "reduce_scatter")
         # The first layer's gather and the last one's scatter have nothing to hide behind.
-        edge = 1 / layers
+        edge = 1 / max(1, len(part))
         shown = self.operations.hide(gather, forward, edge), self.operations.hide(gather + scatter, backward, edge)
         if layout.offload == "parameters":
             moved = elements * software.gather_bytes / layout.state_ranks / HOST_LINK

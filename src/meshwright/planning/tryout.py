@@ -81,7 +81,7 @@ def try_out(plan: Plan, count: int, limit_s: float = LIMIT_S, say: Say = lambda 
         }.values(),
         key=lambda one: one.score("throughput"),
     )
-    chosen = [in_full(question, one) for one in ranked[:count]]
+    chosen = [in_full(replace(question, cluster=one.scenario.cluster), one) for one in ranked[:count]]
     tried: list[Tried] = []
     with tempfile.TemporaryDirectory(prefix="meshwright-try-") as folder:
         _make_data(Path(folder), question.sequence_length, question.global_batch)
