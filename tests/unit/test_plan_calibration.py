@@ -21,12 +21,15 @@ from meshwright.cluster.cluster import Cluster, cores_here, cpu_ranks, parse_clu
 from meshwright.models.presets import preset
 from meshwright.planning.answer import origin, plan
 from meshwright.planning.calibrate import calibrate
+from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.measure import ON_CPU, decoder
 from meshwright.planning.question import Question, estimate
 from meshwright.planning.scenario import Layout, Scenario
+from meshwright.planning.search import search
 from meshwright.planning.software import constants
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
+from tests.unit.test_plan_search import everything
 
 
 @pytest.fixture(autouse=True)
@@ -143,7 +146,9 @@ def test_ranks_on_cores_get_the_numbers_of_their_crowd() -> None:
     write_calibration(calibration("cpu", **found))
     assert cpu_ranks(1).chip.peak("float32") == pytest.approx(1e11)
     assert cpu_ranks(3).chip.peak("float32") == pytest.approx(0.25e11), "as in the next larger crowd"
-    assert cpu_ranks(64).chip.peak("float32") == pytest.approx(1e11 / 64), "and beyond the largest, slower"
+    many = 16 * cores_here()
+    shared = many / cores_here() / max(1.0, 8 / cores_here())
+    assert cpu_ranks(many).chip.peak("float32") == pytest.approx(1e11 / 8 / shared), "and beyond the largest, slower"
     assert cpu_ranks(4).with_gpus(2) == cpu_ranks(2), "fewer ranks share the cores among fewer"
     here = Question(decoder(256), cpu_ranks(2), 128, 16, "float32")
     assert origin(here).startswith("times calibrated on somewhere")
@@ -152,14 +157,25 @@ def test_ranks_on_cores_get_the_numbers_of_their_crowd() -> None:
 
 
 def test_ranks_that_wait_leave_their_cores_to_the_others() -> None:
-    ranks = 8 * cores_here()
-    write_calibration(calibration("cpu", **{f"_{ranks}": speeds(ranks, tera=0.01)}))
-    question = Question(decoder(256, layers=ranks), cpu_ranks(ranks), 128, 1, "float32")
-    found = estimate(question, Strategy.parse(f"dp=1 pp={ranks}", ranks), 1)
+    write_calibration(calibration("cpu", _8=speeds(8, tera=0.01)))
+    question = Question(decoder(256, layers=8), replace(cpu_ranks(8), share=0.25), 128, 1, "float32")
+    found = estimate(question, Strategy.parse("dp=1 pp=8", 8), 1)
     assert found.step_s == pytest.approx(sum(vars(found.parts).values()))
     alone = replace(question, cluster=replace(question.cluster, share=1.0))
     # One micro-batch: only one rank works at a time, so each has a whole core.
-    assert found.step_s < 0.4 * estimate(alone, Strategy.parse(f"dp=1 pp={ranks}", ranks), 1).step_s
+    assert found.step_s < 0.4 * estimate(alone, Strategy.parse("dp=1 pp=8", 8), 1).step_s
+
+
+@pytest.mark.parametrize("words", ["", "pp>=2", "micro_batch<=2 zero>=1"])
+def test_search_finds_what_trying_everything_finds_with_measured_times(words: str) -> None:
+    """Its bounds hold for shared cores too."""
+    write_calibration(calibration("cpu", _8=speeds(8, tera=0.1 / 8)))
+    cluster = replace(cpu_ranks(8), share=0.25)
+    question = Question(decoder(256, layers=8, head=32), cluster, 128, 16, "float32", parse_constraints([words]))
+    best = min(everything(question), key=lambda one: one.score("throughput"))
+    chosen = search(question).best
+    assert chosen is not None
+    assert chosen.score("throughput")[0] == pytest.approx(best.score("throughput")[0], rel=1e-9), best.strategy
 
 
 def test_numbers_between_measured_ones() -> None:
