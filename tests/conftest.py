@@ -16,12 +16,17 @@ os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), "meshwright-t
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from meshwright.data.prepare import prepare
+
+# What one test's training shows must not change what another one plans.
+_cache = tempfile.TemporaryDirectory(prefix="meshwright-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 WORDS = [
     "the",

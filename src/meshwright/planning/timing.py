@@ -33,6 +33,8 @@ class Parts:
     optimizer: float = 0.0
     offload: float = 0.0
     other: float = 0.0
+    correction: float = 0.0
+    """What runs on these machines took beyond the estimate."""
 
     @property
     def total(self) -> float:
