@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 
 # Before torch is imported anywhere: forked ranks must not inherit a thread pool.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 # The tests are those of a machine without a GPU, wherever they run.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Nothing that was measured on this machine is to change what plans say.
-os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), "meshwright-tests-without-a-cache")
 
 import random
 import subprocess

@@ -7,7 +7,6 @@ a file that is rewritten after every step, so that a trial that is ended has tol
 from __future__ import annotations
 
 import json
-import resource
 import signal
 import sys
 from functools import partial
@@ -21,6 +20,7 @@ from meshwright.elastic.failure import RankError
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
 from meshwright.launch.local import run_ranks
+from meshwright.observe.plan_file import peak_memory
 from meshwright.parallel.world import World
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
@@ -36,16 +36,7 @@ class Measure(Hook):
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         self.steps.append(metrics["step_s"])
-        write_atomically(self.path, json.dumps({"steps": self.steps, "peak": self.peak()}))
-
-    def peak(self) -> float:
-        """Bytes: of a GPU with the driver's context, of a process on a core with its libraries."""
-        if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            beside = total - free - torch.cuda.memory_reserved(self.device)
-            return float(beside + torch.cuda.max_memory_reserved(self.device))
-        unit = 1 if sys.platform == "darwin" else 1024
-        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * unit
+        write_atomically(self.path, json.dumps({"steps": self.steps, "peak": peak_memory(self.device)}))
 
 
 def train(config: RunConfig, results: str, world: World) -> None:
