@@ -67,7 +67,7 @@ class PlanFile(Hook):
         self.seconds.clear()
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        peak = float(trainer.world.gather(torch.tensor([_peak(trainer.world.device)], dtype=torch.float64)).max())
+        peak = float(trainer.world.gather(torch.tensor([peak_memory(trainer.world.device)], dtype=torch.float64)).max())
         counted = self.seconds[WARM:]
         if not trainer.world.is_first or len(counted) < LEAST_STEPS:
             return
@@ -87,7 +87,7 @@ class PlanFile(Hook):
         write_atomically(trainer.job.folder.plan, json.dumps(self.facts, indent=1) + "\n")
 
 
-def _peak(device: torch.device) -> float:
+def peak_memory(device: torch.device) -> float:
     """Bytes that this process held at most: on a GPU what torch has reserved, with the driver's own share."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.errors import UserError
@@ -19,12 +19,16 @@ from meshwright.planning.corrections import learned_of, subject_of
 from meshwright.planning.families import families, family_of
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.least_memory import nearest
+from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space, allowed
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.planning.tryout import Tried
 
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
@@ -59,6 +63,8 @@ class Plan:
     found: Found | None
     tokens: float | None = None
     """Of the whole training."""
+    tried: tuple[Tried, ...] = ()
+    """Candidates that were run here, in the order of their predicted times; the best is then the measured one."""
 
     @property
     def shown(self) -> Candidate:
@@ -118,6 +124,7 @@ class Plan:
                 }
                 for one in self.runners
             ],
+            "tried": [one.as_json() for one in self.tried],
             "fewer_gpus": [candidate_json(self, one) for one in self.fewer],
             "ways": ways_json(self.found),
             "why": explain(self),
@@ -129,6 +136,17 @@ class Plan:
 
 def origin(question: Question) -> str:
     """Whether the numbers are measured, calibrated or estimated."""
+    cluster = question.cluster
+    if isinstance(operations_of(question.scenario(Layout(), 1), question.known), Measured):
+        if cluster.chip.key == "cpu":
+            return f"times {cluster.measured}; memory estimated"
+        links = "links too" if cluster.speeds is not None and cluster.speeds.collectives else "links estimated"
+        return f"times of computing {cluster.measured}; {links}, memory estimated"
+    ignored = f"; {cluster.measured}" if cluster.measured and cluster.speeds is None else ""
+    return _estimated(question) + ignored
+
+
+def _estimated(question: Question) -> str:
     unknown = [group.chip.name for group in question.cluster.kinds if not question.known.measured(group.chip.key)]
     if not unknown:
         these = "these chips" if question.cluster.groups else "this chip"

@@ -184,8 +184,7 @@ def subject_of(scenario: Scenario | Question) -> str:
 def basis_of(cluster: Cluster) -> str:
     """What estimates on these machines are made with."""
     constants = files("meshwright.planning").joinpath("constants.toml").read_text(encoding="utf-8")
-    measured = [cluster.calibration, sorted(cluster.chip.tflops.items())] if cluster.calibration is not None else None
-    return _digest(f"{constants}{measured}")
+    return _digest(f"{constants}{cluster.speeds}")
 
 
 def _digest(text: str) -> str:

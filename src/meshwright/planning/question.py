@@ -163,7 +163,7 @@ def count_features(strategy: Strategy | Layout) -> int:
 def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candidate:
     """One strategy, whether it fits or not."""
     scenario = question.scenario(strategy, micro_batch)
-    origin = "calibrated" if question.cluster.calibration is not None else "estimated"
+    origin = "calibrated" if question.cluster.speeds is not None else "estimated"
     memory, parts = memory_on(scenario), timer_on(scenario, question.known).parts()
     return Candidate(strategy, micro_batch, scenario, memory, parts, origin)
 
