@@ -84,6 +84,7 @@ def test_machines_that_nobody_knows_get_plain_copies(tmp_path: Path, monkeypatch
     program.write_text("#!/bin/sh\necho 'Strange 9000, 81559'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = plan_run(configured(tmp_path, "run.device=auto"), 2)
     assert found.strategy == "dp=2"
     assert "Strange 9000" in found.said[0]
