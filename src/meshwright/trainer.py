@@ -36,6 +36,7 @@ from meshwright.training.out_of_memory import explain, is_out_of_memory, with_mi
 from meshwright.training.planned import Planned, agree, plan_ranks, plan_run, with_choice
 from meshwright.training.recover import Recover
 from meshwright.training.replicas import CheckReplicas
+from meshwright.training.retune import Retune
 from meshwright.training.run_folder import RunFolder
 
 
@@ -46,6 +47,8 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     if config.observe.ledger:
         hooks.append(Ledger())
     hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]
+    if config.parallel.retune:
+        hooks.append(Retune())
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
@@ -129,7 +132,8 @@ def _digest(config: RunConfig) -> str:
 def _work(run: Planned | RunConfig, placement: Placement) -> Work:
     """What the ranks of a generation do: as planned, or as the machines of this generation have agreed."""
     if isinstance(run, Planned):
-        return partial(_train_rank, run)
+        retuned = placement.generation > 0 and run.asked.parallel.retune
+        return partial(_train_rank, plan_run(run.asked, placement.world, run.local) if retuned else run)
     choice = placement.choice
     assert choice is not None
     config = with_choice(run, choice.strategy, choice.micro_batch)

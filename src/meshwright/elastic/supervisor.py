@@ -28,7 +28,7 @@ from meshwright.elastic.ranks import Ending, Ranks, Work
 from meshwright.elastic.watch_link import WatchLink
 from meshwright.errors import ExitCode, UserError
 from meshwright.lock import Fence, Lock, is_alive
-from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS, show_cursor
+from meshwright.training.hooks import RESIZE_SIGNAL, RETUNED, STOP_SIGNALS, show_cursor
 from meshwright.training.run_folder import RunFolder
 
 MOST_WATCHDOGS = 20
@@ -193,6 +193,8 @@ class Supervisor:
             if ending.code == ExitCode.DONE:
                 self.membership.finish(ending.code, "")
                 return ending
+            if ending.reason == RETUNED and not self._was_asked():
+                continue
             stopped = {number.name for number in STOP_SIGNALS}
             if self._was_asked() or self.membership.alone or ending.reason in stopped:
                 self.membership.leave()
