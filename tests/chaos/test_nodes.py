@@ -184,6 +184,9 @@ def test_machine_that_dies_again_and_again_is_quarantined(machines: Machines) ->
     ended = machines.train("c", *options, nodes=NODES).wait(60)
     assert ended.code == ExitCode.QUARANTINED
     assert "c is quarantined: its agent died 3 times" in ended.err
+    until(lambda: events(a.folder, "quarantined"), "word of it in the run's events", 10)
+    (quarantined,) = events(a.folder, "quarantined")
+    assert (quarantined["host"], quarantined["deaths"]) == ("c", 3)
     step = last_step(a.folder)
     until(lambda: last_step(a.folder) > step + 3, "more steps")
     for training in (a, b):
