@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,14 @@ import pytest
 
 from meshwright.errors import ExitCode
 from tests.chaos.machines import Machines, until
-from tests.chaos.runs import assert_near_run, checkpoints, events, last_step, metrics, start, wait_until_gone
+from tests.chaos.runs import assert_near_run, checkpoints, events, last_step, metrics, report, start, wait_until_gone
 
 NODES = "2:4"
 STEPS = 40
 # Slow enough for something to happen meanwhile.
 SLOW = "phase=data,kind=sleep:0.1,times=100000,generation=any"
 CHANGES = [f"train.steps={STEPS}", "train.global_batch=12", "train.precision=float64", "elastic.join_timeout_s=90"]
+HANGS = ["train.steps=12", "train.precision=float64", "elastic.hang_floor_s=3.0", "elastic.hang_factor=3.0"]
 slow_chaos = pytest.mark.slow_chaos
 
 
@@ -168,6 +170,40 @@ def test_killed_rank_of_one_machine_restarts_all_of_them(machines: Machines, ref
     (failed,) = events(a.folder, "failed")
     assert (failed["host"], failed["rank"], failed["step"]) == ("b", 1, 9)
     assert_near_run(a.folder, reference)
+
+
+def test_stopped_rank_is_named_with_its_machine_and_the_waiting_ranks_of_the_others(machines: Machines) -> None:
+    fault = "rank=1,step=7,phase=backward,kind=sigstop"
+    a, b = (machines.train(name, *HANGS, nodes="2", fault=fault) for name in "ab")
+    for training in (a, b):
+        ended = training.wait()
+        assert ended.code == ExitCode.DONE, ended.err
+        assert "rank 1 of 2 on b: hangs" in ended.err, "every machine is told who it was, and none blames its own"
+        assert "rank 1 on b is stopped by a signal in backward of step 7" in ended.err
+    report("SIGSTOP of a rank on another machine", a.folder)
+    (hang,) = events(a.folder, "hang")
+    assert (hang["host"], hang["ranks"]) == ("b", [1])
+    text = Path(hang["report"]).read_text()
+    assert "Hold up the others: rank 1 on b." in text
+    assert re.search(r"rank 0 waits in all_reduce number \d+ of .*, where rank 1 did not arrive", text), text
+    assert re.search(r"rank 0 on a \(process \d+\)\n    in \w+ of step 7", text), text
+
+
+def test_ranks_of_two_machines_that_disagree_are_named(machines: Machines) -> None:
+    """Each machine alone sees only that its rank waits for the other."""
+    fault = "rank=1,step=7,phase=reduce,kind=all_reduce:skip"
+    strategy = "parallel.strategy=dp=2 zero=3"
+    a, b = (machines.train(name, *HANGS, strategy, nodes="2", fault=fault) for name in "ab")
+    for training in (a, b):
+        ended = training.wait()
+        assert ended.code == ExitCode.DONE, ended.err
+    report("ranks of two machines disagree", a.folder)
+    text = events(a.folder, "hang")[0]["text"]
+    assert re.search(
+        r"ranks disagree in collective \d+ of the group of all ranks \(ranks 0 1\): "
+        r"rank 0 called all_reduce of \[\] double, rank 1 called all_reduce of \[\d+\] double",
+        text,
+    ), text
 
 
 @slow_chaos

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -30,6 +31,7 @@ from meshwright.elastic.budget import Budget
 from meshwright.elastic.failure import Failure
 from meshwright.elastic.ranks import end_with_parent
 from meshwright.elastic.rendezvous import END, JsonState, Nodes, check_run, connect, settings_of
+from meshwright.elastic.watch_exchange import WatchExchange
 from meshwright.errors import ExitCode, UserError
 from meshwright.torch_private import RendezvousMember
 from meshwright.training.hooks import STOP_SIGNALS
@@ -100,6 +102,7 @@ class _Meeting:
         self._joined: set[Any] = set()
         self._told: dict[str, Any] = {}
         self._generation = -1
+        self._exchange: WatchExchange | None = None
 
     def say(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -195,6 +198,8 @@ class _Meeting:
             raise _End(plan["end"]["code"], plan["end"]["text"])
         first = sum(plan["counts"][:node])
         self._generation = plan["generation"]
+        if self._exchange is not None:
+            self._exchange.join(self._generation, node, nodes)
         return {
             **plan,
             "node": node,
@@ -292,6 +297,11 @@ class _Meeting:
             end = json.loads(self._store.get(END))
             text = end["text"] or f"the run '{self._run_id}' at {self._nodes.endpoint} has reached its end"
             raise _End(end["code"], text)
+
+    def watch(self, folder: str) -> None:
+        """Carry what watchdogs tell each other from and to a folder."""
+        self._exchange = WatchExchange(self._nodes.endpoint, Path(folder))
+        self._exchange.start()
 
     def post(self, kind: str, facts: dict[str, Any]) -> None:
         """Something that the machine with the run folder should write to the run's events."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from meshwright.elastic.budget import Budget
@@ -122,8 +123,11 @@ class Member:
             return Ending(ExitCode.DONE)
         raise _ended(self._end)
 
+    def watch(self, folder: Path) -> None:
+        self._put({"do": "watch", "folder": str(folder)})
+
     def post(self, kind: str, facts: dict[str, Any]) -> None:
-        self._put({"do": "post", "kind": kind, "facts": facts})
+        self._put({"do": "post", "kind": kind, "facts": {"host": self.host, **facts}})
 
     def news(self) -> list[dict[str, Any]]:
         self._read()

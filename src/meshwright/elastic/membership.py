@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.elastic.budget import Budget
@@ -34,6 +35,9 @@ class Membership(Protocol):
 
     def over(self) -> Ending | None:
         """How the run ended, if it did so while no ranks of this machine took part."""
+
+    def watch(self, folder: Path) -> None:
+        """Carry what watchdogs tell each other from and to a folder."""
 
     def post(self, kind: str, facts: dict[str, Any]) -> None:
         """Something for the run's events, to be written by the machine that holds the run folder."""
@@ -81,6 +85,9 @@ class Alone:
 
     def over(self) -> Ending | None:
         return None
+
+    def watch(self, folder: Path) -> None:
+        pass
 
     def post(self, kind: str, facts: dict[str, Any]) -> None:
         pass

@@ -71,6 +71,7 @@ class Supervisor:
             try:
                 if self._watchdog_command is not None:
                     self._watchdog = WatchLink(self._watchdog_command, self._private)
+                    self.membership.watch(self._private)
                 return self._generations()
             finally:
                 if self._ranks is not None:
@@ -181,7 +182,7 @@ class Supervisor:
             if verdict.kind == "hang":
                 guilty = verdict.ranks[0] if verdict.ranks else -1
                 where = f"\nthe whole report is in {verdict.report}" if verdict.report else ""
-                failure = ranks.blame(guilty, "hangs", verdict.text + where)
+                failure = ranks.blame(guilty, "hangs", verdict.text + where, **verdict.elsewhere)
                 ranks.kill()
                 return failure
             self._journal.say(verdict.text)
