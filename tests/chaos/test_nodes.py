@@ -14,7 +14,17 @@ import pytest
 
 from meshwright.errors import ExitCode
 from tests.chaos.machines import Machines, until
-from tests.chaos.runs import assert_near_run, checkpoints, events, last_step, metrics, report, start, wait_until_gone
+from tests.chaos.runs import (
+    assert_near_run,
+    checkpoints,
+    events,
+    last_step,
+    metrics,
+    print_cost,
+    report,
+    start,
+    wait_until_gone,
+)
 
 NODES = "2:4"
 STEPS = 40
@@ -74,7 +84,8 @@ def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: M
     assert_near_run(folder, reference)
     (failed,) = events(folder, "failed")
     assert (failed["host"], failed["cause"]) == ("c", "machine lost")
-    print(f"machine lost: two others go on after {lost:.1f} s; machine returned: used after {back:.1f} s, 0 steps lost")
+    report("machine lost", folder, f"two others have started again {lost:.1f} s after its end")
+    print_cost("machine returned", None, back, 0, "with the start of its processes; all saved first")
     assert back < 60
 
 
@@ -87,7 +98,10 @@ def test_machine_that_is_cut_off_ends_and_the_others_go_on(machines: Machines, r
     began = time.monotonic()
     noticed = until(lambda: started_with(a.folder, 2, at + 1), "a start of two machines")
     ended = a.wait(60)
-    print(f"machine cut off: the others go on after {noticed:.1f} s, it ends after {time.monotonic() - began:.1f} s")
+    note = (
+        f"the others have started again {noticed:.1f} s after the cut, it ended after {time.monotonic() - began:.1f} s"
+    )
+    report("machine cut off", a.folder, note)
     assert ended.code == ExitCode.PARTITIONED, ended.err
     assert machines.endpoint in ended.err
     for training in (b, c):
@@ -136,7 +150,7 @@ def test_store_that_is_lost_is_named_and_the_run_is_saved(machines: Machines) ->
     store = machines.processes[0]
     store.kill()
     ended = [training.wait(60) for training in (a, b)]
-    print(f"store lost: saved and ended after {time.monotonic() - began:.1f} s")
+    print_cost("store lost", None, None, 0, f"saved and ended after {time.monotonic() - began:.1f} s")
     for one in ended:
         assert one.code == ExitCode.PARTITIONED, one.err
         assert f"the store at {machines.endpoint} cannot be reached" in one.err
@@ -169,6 +183,7 @@ def test_killed_rank_of_one_machine_restarts_all_of_them(machines: Machines, ref
         assert "rank 1 of 2 was ended by SIGKILL" in ended.err, "every machine is told the cause"
     (failed,) = events(a.folder, "failed")
     assert (failed["host"], failed["rank"], failed["step"]) == ("b", 1, 9)
+    report("kill -9 of a rank of one of two machines", a.folder)
     assert_near_run(a.folder, reference)
 
 
