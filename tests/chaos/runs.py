@@ -233,12 +233,14 @@ def report(case: str, folder: Path, note: str = "") -> None:
     """Print what each failure of a run's ranks cost, as the run's events have it."""
     failed, restarted = events(folder, "failed"), events(folder, "restarted")
     assert failed, "nothing failed"
-    for number, failure in enumerate(failed):
-        if number < len(restarted):
-            again = restarted[number]
-            print_cost(case, failure["detect_s"], again["restart_s"], again["steps_lost"], note)
+    for failure in failed:
+        later = [event["generation"] for event in failed if event["generation"] > failure["generation"]]
+        until = min(later, default=float("inf"))
+        found = [event for event in restarted if failure["generation"] < event["generation"] <= until]
+        if found:
+            print_cost(case, failure["detect_s"], found[0]["restart_s"], found[0]["steps_lost"], note)
         else:
-            print_cost(case, failure["detect_s"], None, None, note or "not started again")
+            print_cost(case, failure["detect_s"], None, None, "failed again" if later else "not started again")
 
 
 def print_cost(case: str, detect_s: float | None, restart_s: float | None, lost: int | None, note: str = "") -> None:

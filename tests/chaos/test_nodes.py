@@ -61,7 +61,9 @@ def started_with(folder: Path, ranks: int, starts: int) -> bool:
 
 
 def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: Machines, reference: Path) -> None:
-    a, b, c = (machines.train(name, *CHANGES, nodes=NODES, fault=SLOW) for name in "abc")
+    # The run must still be on when the machine's new processes have started, also where other work slows them down.
+    slow = SLOW.replace("sleep:0.1", "sleep:0.3")
+    a, b, c = (machines.train(name, *CHANGES, nodes=NODES, fault=slow) for name in "abc")
     folder = a.folder
     until(lambda: last_step(folder) >= 7, "step 7")
     at = len(resumed(folder))
@@ -73,7 +75,7 @@ def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: M
     wait_until_gone(ranks, 10)
     lost = until(lambda: started_with(folder, 2, at + 1), "a start of two machines")
     assert last_step(folder) >= checkpoints(folder)[-1] >= 5
-    again = machines.train("c", *CHANGES, nodes=NODES, fault=SLOW)
+    again = machines.train("c", *CHANGES, nodes=NODES, fault=slow)
     back = until(lambda: started_with(folder, 3, at + 2), "a start of three machines")
     # Who comes in is announced: the others save first, and no step is done again.
     (stopped,) = events(folder, "stopped")
