@@ -12,11 +12,12 @@ from functools import partial
 
 from meshwright.config import RunConfig
 from meshwright.elastic.budget import Budget
-from meshwright.elastic.membership import Member, Nodes
+from meshwright.elastic.member import Member
+from meshwright.elastic.membership import Alone, Membership
 from meshwright.elastic.placement import Choice, Placement
 from meshwright.elastic.ranks import Ending, Work
-from meshwright.elastic.rendezvous import interface_to
-from meshwright.elastic.supervisor import Alone, Membership, Supervisor
+from meshwright.elastic.rendezvous import Nodes, interface_to
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
