@@ -192,7 +192,9 @@ class _Uneven:
         for least, layout in sorted(rough, key=lambda one: (one[0], str(one[1].strategy()))):
             if least >= best:
                 return
-            for memory, chosen in self._with_recompute(layout, degrees):
+            used = count_features(layout)
+            enough = best > least * (1 + FEATURE * (used + 1)) / (1 + FEATURE * used)
+            for memory, chosen in self._with_recompute(layout, degrees, again=enough):
                 candidate = self._candidate(chosen, degrees.micro_batch, memory, timers, best)
                 if candidate is not None:
                     best = min(best, candidate.score("throughput")[0])
@@ -256,8 +258,8 @@ class _Uneven:
             sizes[source] -= 1
             sizes[target] += 1
 
-    def _with_recompute(self, layout: Layout, degrees: Degrees) -> Iterator[tuple[Memory, Layout]]:
-        """What fits of none, selective, first:N with the least N, and full."""
+    def _with_recompute(self, layout: Layout, degrees: Degrees, again: bool = True) -> Iterator[tuple[Memory, Layout]]:
+        """What fits of none, and, if recompute can be worth it, of selective, first:N with the least N, and full."""
         question, layers = self.question, self.question.spec.num_hidden_layers
 
         def memory(recompute: str) -> Memory:
@@ -266,6 +268,8 @@ class _Uneven:
         none = memory("none")
         if question.allows(recompute="none") and none.verdict == "fits":
             yield none, layout
+            return
+        if not again:
             return
         full = memory("full")
         if question.allows(recompute="selective"):
