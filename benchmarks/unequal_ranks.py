@@ -2,9 +2,9 @@
 
     python benchmarks/unequal_ranks.py [--steps 8]
 
-Each rank is bound to a core of its own; beside the second one an endless loop runs on the same core, so that it gets half
-of it. The trainer's own step trains a small decoder under each strategy; the median step counts. The last line is what
-the planner makes of two chips of which one is half as fast.
+Each rank is bound to a core of its own; beside the second one an endless loop runs on the same core, so that it gets
+half of it. The trainer's own step trains a small decoder under each strategy; the median step counts. The last line is
+what the planner makes of two chips of which one is half as fast.
 """
 
 from __future__ import annotations

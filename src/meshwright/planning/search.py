@@ -41,6 +41,12 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
         from meshwright.planning.group_search import search_groups
 
         return search_groups(question, objective, keep)
+    if not question.allows(shares="even"):
+        given = ", ".join(str(one) for one in question.constraints if one.key == "shares")
+        raise UserError(
+            f"constraint {given}: all of {question.cluster} are of one kind, and equal shares are best for them; "
+            "drop it, or estimate other shares with --strategy"
+        )
     space = Space(question)
     pending = in_order(question, space)
     if not pending:
