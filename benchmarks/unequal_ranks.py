@@ -29,7 +29,7 @@ from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool
 from plan_here import SPEC
 
-BATCH, TOKENS = 24, 128
+BATCH, TOKENS = 12, 64
 STRATEGIES = (
     ("dp=2", 6),
     ("dp=2 shares=2+1", 4),

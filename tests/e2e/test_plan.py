@@ -155,6 +155,7 @@ def test_a_hugging_face_config_is_a_model(tmp_path: Path) -> None:
             "NVIDIA V100 SXM 32 GB lacks it; use fp16 or float32",
         ),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "shares!=even"], "are of one kind"),
+        (["--model", "tiny", "--cluster", "1xh100+1xa100", "pp=2", "layers=9+9"], "meets pp=2, layers=9+9"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--tokens", "many"], "number of tokens"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--objective", "luck"], "not one of"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--out", "x"], "--emit"),
@@ -205,11 +206,13 @@ def test_a_plan_for_two_kinds_of_chips_is_trained_as_it_is(
 ) -> None:
     """Two ranks here stand for the two chips: what was planned runs, and every sample is fed once."""
     cluster, out = tmp_path / "cluster.toml", tmp_path / "run.toml"
-    cluster.write_text("".join(f'[[group]]\nchip = "{c}"\nnodes = 1\ngpus_per_node = 1\n' for c in ("h100", "a100")))
+    slow, other = "memory_mib = 8192\nlink = 10\nnic = 10\nunits = 1\n", "[[group]]\nnodes = 1\ngpus_per_node = 1\n"
+    fast = f"{other}[group.chip]\nname = 'fast'\nmemory_bandwidth = 20\ntflops = {{ float32 = 0.0003 }}\n{slow}"
+    cluster.write_text(fast + fast.replace("fast", "slow").replace("20", "7").replace("0.0003", "0.0001"))
     asked = ["--model", "tiny", "--cluster", str(cluster), "--seq-len", "32", "--global-batch", "24"]
     plan(*asked, "--precision", "float32", "--emit", "run", "--out", str(out), *constraints)
     assert words in tomllib.loads(out.read_text())["parallel"]["strategy"]
-    assert "on NVIDIA A100 SXM 80 GB" in out.read_text()
+    assert "# Ranks 1 on slow: " in out.read_text()
     data = next(setting for setting in tiny_run if setting.startswith("data.path="))
     settings = [data, "train.steps=2", "run.device=cpu", f"run.dir={tmp_path / 'run'}", "observe.ledger=true"]
     command = [sys.executable, "-m", "meshwright", "train", str(out), *settings]

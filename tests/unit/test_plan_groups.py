@@ -156,7 +156,7 @@ def everything(asked: Question, way: str) -> Iterator[Candidate]:
 def _dealt(
     asked: Question, space: Space, degrees: Degrees, zero: int, way: str
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    schedules = dict.fromkeys(schedule for schedule, _ in space.orders(degrees, zero))
+    schedules = space.schedules(degrees, zero)
     if way == STAGES and degrees.pp > 1:
         for schedule in schedules:
             stages = degrees.pp * Layout(pp=degrees.pp, schedule=schedule).chunks

@@ -24,7 +24,7 @@ from meshwright.planning.group_times import GroupTimer, memory_on, on_group
 from meshwright.planning.memory import Memory
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features, estimate
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import search
+from meshwright.planning.search import no_degrees, search
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Timer
 from meshwright.stages import stage_layers
@@ -55,7 +55,7 @@ def search_groups(question: Question, objective: str = "throughput", keep: int =
         ways[f"only {kind}"] = one.best
         found += one.ranked
         estimated, bounded, nearest = estimated + one.estimated, bounded + one.bounded, nearest or one.nearest
-    alike = _at_the_pace(question, objective, keep)
+    alike, failing = _at_the_pace(question, objective, keep)
     ways[PACE] = alike[0] if alike else None
     found += alike
     best = min((one.score(objective)[0] for one in found), default=float("inf"))
@@ -67,18 +67,23 @@ def search_groups(question: Question, objective: str = "throughput", keep: int =
         estimated, bounded = estimated + searched.estimated, bounded + searched.bounded
         best = min([best, *(one.score(objective)[0] for one in own[:1])])
     found.sort(key=lambda one: one.score(objective))
+    nearest = failing or nearest
+    if not found and (nearest is None or nearest.fits):
+        raise UserError(no_degrees(question))
     return Found(found[0] if found else None, found[:keep], nearest, estimated, bounded, ways)
 
 
-def _at_the_pace(question: Question, objective: str, keep: int) -> list[Candidate]:
-    """What is best where all chips are like the slowest one, as it is on those that there are."""
+def _at_the_pace(question: Question, objective: str, keep: int) -> tuple[list[Candidate], Candidate | None]:
+    """What is best where all chips are like the slowest one, as it is on those that there are; or the nearest to it."""
     slowest = replace(question, cluster=replace(question.cluster, groups=()))
     try:
         found = search(slowest, objective, keep)
     except UserError:
-        return []
+        return [], None
     checked = [estimate(question, one.strategy, one.micro_batch) for one in found.ranked[:RECHECKED]]
-    return sorted((one for one in checked if one.fits), key=lambda one: one.score(objective))
+    best = sorted((one for one in checked if one.fits), key=lambda one: one.score(objective))
+    closest = found.nearest and estimate(question, found.nearest.strategy, found.nearest.micro_batch)
+    return best, closest
 
 
 class _Uneven:
@@ -205,8 +210,7 @@ class _Uneven:
 
     def _orders(self, degrees: Degrees, layout: Layout, timers: dict[tuple[int, int], Timer]) -> Iterator[Layout]:
         """With all schedules, and the layers of each stage."""
-        schedules = dict.fromkeys(schedule for schedule, _ in self.space.orders(degrees, layout.zero))
-        for schedule in schedules:
+        for schedule in self.space.schedules(degrees, layout.zero):
             ordered = replace(layout, schedule=schedule)
             splits = self.space.splits(degrees.pp, schedule) if self.way == SHARES else []
             if degrees.pp > 1:

@@ -50,7 +50,7 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     space = Space(question)
     pending = in_order(question, space)
     if not pending:
-        raise UserError(_no_degrees(question))
+        raise UserError(no_degrees(question))
     if objective == "memory":
         return least_memory(question, space, pending, keep)
     found: list[Candidate] = []
@@ -80,6 +80,9 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
                 best = min(best, candidate.score(objective)[0])
     found.sort(key=lambda one: one.score(objective))
     closest = None if found else nearest(question, space, pending)
+    if closest is not None and closest.fits and question.constraints:
+        # Memory is not what keeps it from being taken.
+        raise UserError(no_degrees(question))
     return Found(found[0] if found else None, found[:keep], closest, estimated, bounded)
 
 
@@ -123,7 +126,8 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
     return best
 
 
-def _no_degrees(question: Question) -> str:
+def no_degrees(question: Question) -> str:
+    """Why there is nothing to search, and what to change."""
     given = ", ".join(map(str, question.constraints))
     gpus, batch = question.cluster.gpus, question.global_batch
     if given:
