@@ -21,14 +21,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from meshwright.cluster.cluster import cpu_ranks
 from meshwright.cluster.groups import together
+from meshwright.models.spec import ModelSpec
 from meshwright.parallel.world import World
 from meshwright.planning.question import Question, estimate
 from meshwright.planning.search import search
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool
-from plan_here import SPEC
 
+SPEC = ModelSpec(
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    max_position_embeddings=256,
+)
 BATCH, TOKENS = 12, 64
 STRATEGIES = (
     ("dp=2", 6),

@@ -13,12 +13,17 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from meshwright.data.prepare import prepare
+
+# What one test's training shows must not change what another one plans.
+_cache = tempfile.TemporaryDirectory(prefix="meshwright-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
 
 WORDS = [
     "the",

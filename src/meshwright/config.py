@@ -177,8 +177,10 @@ class PrecisionSection(_Section):
 
 class ParallelSection(_Section):
     strategy: str = free("auto", min_length=1)
-    """How the work is split, such as zero=3 tp=2; auto gives every process the whole model. Keys: dp, replicate,
-    shard, zero, tp, sp, recompute, offload, wrap; docs/strategies.md explains them."""
+    """How the work is split, such as zero=3 tp=2; docs/strategies.md explains the keys. auto asks the planner for the
+    best strategy and micro-batch on the ranks there are, with constraints after it: auto tp<=2 zero=3."""
+    cluster: str | None = free(None, min_length=1)
+    """The machines that auto plans for, such as 64xh100 or a cluster file; None are machines like this one."""
 
 
 class CheckpointSection(_Section):

@@ -7,21 +7,22 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 
 from meshwright.config import RunConfig
 from meshwright.elastic.budget import Budget
 from meshwright.elastic.membership import Member, Nodes
-from meshwright.elastic.placement import Placement
+from meshwright.elastic.placement import Choice, Placement
 from meshwright.elastic.ranks import Ending, Work
 from meshwright.elastic.rendezvous import interface_to
-from meshwright.elastic.replan import replan
 from meshwright.elastic.supervisor import Alone, Membership, Supervisor
 from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
 from meshwright.observe.ledger import Ledger
+from meshwright.observe.plan_file import PlanFile
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
@@ -29,9 +30,10 @@ from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
 from meshwright.training.checkpoints import SaveCheckpoints
 from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, StopOnSignal
-from meshwright.training.job import batch_schedule, make_job, model_spec, prepare_sources, unprepared
+from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
 from meshwright.training.out_of_memory import explain, is_out_of_memory, with_micro_batch
+from meshwright.training.planned import Planned, agree, plan_ranks, plan_run, with_choice
 from meshwright.training.recover import Recover
 from meshwright.training.replicas import CheckReplicas
 from meshwright.training.run_folder import RunFolder
@@ -48,7 +50,7 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(TensorBoard())
     if config.observe.wandb:
         hooks.append(WeightsAndBiases())
-    hooks.append(Console())
+    hooks += [Console(), PlanFile()]
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
     # Last, so that it is the first at the end: what others say then is said of a run that is saved.
@@ -58,16 +60,23 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
 class Trainer(TrainingLoop):
     """One rank's training of a configuration, with records, console and checkpoints."""
 
-    def __init__(self, config: RunConfig, world: World | None = None) -> None:
-        super().__init__(config, world, standard_hooks(config))
+    def __init__(self, config: RunConfig, world: World | None = None, planned: Planned | None = None) -> None:
+        super().__init__(config, world, standard_hooks(config), planned)
 
 
-def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, nodes: Nodes | None = None) -> ExitCode:
+def train(
+    config: RunConfig,
+    nproc: int = 1,
+    *,
+    supervised: bool | None = None,
+    nodes: Nodes | None = None,
+    planned: Planned | None = None,
+) -> ExitCode:
     """Train to the end: as one rank of a launcher's job when there is one, otherwise on that many local processes.
 
     Gives DONE, or PREEMPTED when the run was asked to stop and has saved. Local processes are looked after by this one
     and started again after a fault; `supervised=True` does so for a single one, too, which else is this process.
-    With `nodes` they are this machine's share of a run on several.
+    With `nodes` they are this machine's share of a run on several. `planned` is the strategy where it is known already.
     """
     if config.train.deterministic:
         sum_in_one_order()
@@ -75,7 +84,7 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, 
     if ranks is not None:
         _prepare_together(config, ranks[0])
         with join_world(config.run.device, config.elastic.timeout_s, ranks) as world:
-            return ExitCode(_train_rank(config, world).code)
+            return ExitCode(_train_rank(agree(config, world), world).code)
     budget = Budget(config.elastic.max_restarts, config.elastic.same_step_failures)
     membership: Membership
     if nodes is not None:
@@ -83,17 +92,18 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, 
         if (interface := interface_to(nodes.endpoint)) is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface)
-        membership = Member(nodes, nproc, budget, partial(_plan, config), _digest(config), config.run.device)
+        membership = Member(nodes, nproc, budget, partial(_plan, config, nproc), _digest(config), config.run.device)
     else:
         # Checked here too, so that a mistake is told before any process starts.
-        folder = make_job(config, nproc).folder
+        planned = planned or plan_run(config, nproc)
+        folder = make_job(planned.config, nproc).folder
         if nproc == 1 and (not supervised or config.elastic.max_restarts == 0):
             with join_world(config.run.device, config.elastic.timeout_s) as world:
-                return ExitCode(_train_rank(config, world).code)
+                return ExitCode(_train_rank(planned, world).code)
         stay_on_loopback()
         membership = Alone(nproc, budget)
     supervisor = Supervisor(
-        partial(_work, config),
+        partial(_work, planned or config),
         membership,
         device=config.run.device,
         timeout_s=config.elastic.timeout_s,
@@ -104,18 +114,10 @@ def train(config: RunConfig, nproc: int = 1, *, supervised: bool | None = None, 
     return ExitCode(supervisor.run().code)
 
 
-def _plan(config: RunConfig, ranks: int) -> tuple[str, int, str | None]:
-    """The strategy for that many ranks, how many of them it takes, and what had to change."""
-    found = replan(
-        config.parallel.strategy,
-        model_spec(config),
-        ranks,
-        batch_schedule(config).sizes(),
-        micro_batch=config.train.micro_batch,
-        sequence_length=config.data.sequence_length,
-        optimizer=config.train.optimizer,
-    )
-    return str(found.strategy), found.strategy.world, found.change
+def _plan(config: RunConfig, local: int, ranks: int) -> Choice:
+    """The strategy for that many ranks of several machines."""
+    found = plan_ranks(config, ranks, local)
+    return Choice(found.strategy, found.micro_batch, found.world, found.said)
 
 
 def _digest(config: RunConfig) -> str:
@@ -124,15 +126,18 @@ def _digest(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(settled, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _work(config: RunConfig, placement: Placement) -> Work:
-    """What the ranks of a generation do."""
-    if placement.strategy is not None:
-        section = config.parallel.model_copy(update={"strategy": placement.strategy})
-        config = config.model_copy(update={"parallel": section})
-        # The first machine packs the data; the others wait for it.
-        _prepare_together(config, placement.node)
-        make_job(config, placement.world)
-    return partial(_train_rank, config)
+def _work(run: Planned | RunConfig, placement: Placement) -> Work:
+    """What the ranks of a generation do: as planned, or as the machines of this generation have agreed."""
+    if isinstance(run, Planned):
+        return partial(_train_rank, run)
+    choice = placement.choice
+    assert choice is not None
+    config = with_choice(run, choice.strategy, choice.micro_batch)
+    planned = Planned(config, run, placement.world, placement.local, tuple(choice.said))
+    # The first machine packs the data; the others wait for it.
+    _prepare_together(planned.config, placement.node)
+    make_job(planned.config, placement.world)
+    return partial(_train_rank, planned)
 
 
 def _prepare_together(config: RunConfig, rank: int) -> None:
@@ -146,10 +151,11 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
         time.sleep(0.5)
 
 
-def _train_rank(config: RunConfig, world: World) -> Ending:
+def _train_rank(planned: Planned, world: World) -> Ending:
     trainer: Trainer | None = None
+    config = planned.config
     try:
-        trainer = Trainer(with_micro_batch(config, world.size), world)
+        trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)))
         trainer.train()
     except Exception as error:
         if not is_out_of_memory(error):

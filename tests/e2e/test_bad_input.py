@@ -54,8 +54,10 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
         ("model.spec.num_key_value_heads=3", "num_key_value_heads=3 does not divide"),
         ("data.path=nowhere", "nowhere"),
         ("data.sequence_length=1024", "more than the model's 512 positions"),
-        ("train.global_batch=7", "not divisible by 2"),
-        ("train.micro_batch=3", "not divisible by 6"),
+        ("train.micro_batch=3", "meets micro_batch=3"),
+        ("parallel.strategy=auto tp>2", "meets tp>2"),
+        ("parallel.strategy=auto tp=1 tp=2", "contradict each other"),
+        ("parallel.cluster=2xabacus", "abacus"),
         ("train.batch_schedule=8..9 over 0", "8..9 over 0"),
         ("model.spec.vocab_size=100", "token id"),
         ("parallel.strategy=dp=3", "needs 3 processes and there are 2"),
@@ -70,6 +72,12 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
 )
 def test_wrong_setting(refused: Refused, tiny_run: list[str], change: str, expected: str) -> None:
     assert expected in refused("train", *tiny_run, "--nproc", 2, change)
+
+
+def test_batch_that_the_copies_cannot_share(refused: Refused, tiny_run: list[str]) -> None:
+    copies = ["--nproc", 2, "parallel.strategy=dp=2"]
+    assert "not divisible by 2" in refused("train", *tiny_run, *copies, "train.global_batch=7")
+    assert "not divisible by 6" in refused("train", *tiny_run, *copies, "train.micro_batch=3")
 
 
 def test_no_model_and_no_data_say_what_to_set(refused: Refused, tiny_run: list[str]) -> None:

@@ -69,7 +69,10 @@ def test_a_run_leaves_everything_that_its_folder_promises(
     ]
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000004", "step-000006"]
     manifest = json.loads((run / "checkpoints/step-000006/manifest.json").read_text())
-    assert (manifest["step"], manifest["position"], manifest["strategy"]) == (6, 48, "dp=2")
+    plan = json.loads((run / "plan.json").read_text())
+    assert (manifest["step"], manifest["position"], manifest["strategy"]) == (6, 48, plan["strategy"])
+    assert plan["answer"]["best"]["strategy"] == plan["strategy"]
+    assert f"plan   auto: {plan['strategy']}" in result.stdout
     board = EventAccumulator(str(run / "tensorboard"))
     board.Reload()
     assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from meshwright.cluster.chips import chips, find_chip
-from meshwright.cluster.cluster import calibration_file, chip_named, cores_here, cpu_ranks, parse_cluster
+from meshwright.cluster.cluster import chip_named, parse_cluster
 from meshwright.errors import UserError
 from meshwright.planning.constraints import parse_constraints
 
@@ -149,22 +148,6 @@ def test_constraints_hold_and_do_not() -> None:
     assert exact.holds({"pp": 4}), "what is not said yet is open"
     assert words.holds({"recompute": "first:3"})
     assert not words.holds({"recompute": "full"})
-
-
-def test_what_was_measured_here_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert parse_cluster("here").calibration is None or parse_cluster("here").chip.key != "cpu"
-    path = calibration_file()
-    path.parent.mkdir(parents=True)
-    measured = {"gflops": 50, "memory_gb_s": 10, "link_gb_s": 2, "layer_s": 0.001}
-    path.write_text(json.dumps(measured | {"latency_2_s": 1e-4, "latency_4_s": 3e-4, "latency_8_s": 9e-4}))
-    few, many = cpu_ranks(1), cpu_ranks(64 * cores_here())
-    assert few.chip.peak("float32") == 50e9
-    assert many.chip.peak("float32") == pytest.approx(50e9 / 64)
-    assert many.calibration is not None
-    assert many.calibration.latency_s == 9e-4
-    path.write_text("{")
-    assert cpu_ranks(1).calibration is None, "what cannot be read is as if it were not there"
 
 
 @pytest.mark.parametrize(

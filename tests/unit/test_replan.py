@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as draw
 
-from meshwright.elastic.replan import replan
 from meshwright.errors import ConfigError
 from meshwright.models.presets import preset
+from meshwright.planning.replan import replan
 from meshwright.strategy import Strategy
 
 DEEP = preset("tiny")

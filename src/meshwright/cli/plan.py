@@ -43,7 +43,21 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval"
     )
     parser.add_argument("--interval", type=float, metavar="S", help="with --spot: seconds between checkpoints")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine's cores for --cluster here")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine (under two minutes, needs torch) for plans on it and on clusters of its chip",
+    )
+    parser.add_argument(
+        "--try",
+        type=int,
+        dest="try_out",
+        metavar="K",
+        help="train a few steps with the best K on this machine (--cluster here) and choose the measured best",
+    )
+    parser.add_argument(
+        "--try-limit", type=float, metavar="S", help="with --try: seconds for each candidate (default 120)"
+    )
     parser.add_argument(
         "--rehearse", type=int, metavar="RANK", help="build that rank's split model and count (needs torch)"
     )
@@ -60,12 +74,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "  meshwright plan --model llama3.1-8b --cluster 8xh100 --emit run --out run.toml\n"
         "  meshwright plan --model llama3.1-8b --cluster 8xh100+8xa100 --seq-len 4096\n"
         "  meshwright plan --model llama3.1-8b --cluster 8xh100 --ask longest-sequence\n"
+        "  meshwright plan --calibrate && meshwright plan --model llama3.2-1b --cluster here --try 3 --emit run\n"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and show it."""
-    from meshwright.cluster.cluster import parse_cluster
+    from meshwright.cluster.cluster import HERE, parse_cluster
     from meshwright.planning.answer import plan
 
     if args.calibrate:
@@ -78,6 +93,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--out says where --emit writes; add --emit run")
     if args.interval is not None and args.spot is None:
         raise UserError("--interval says how often to save under interruptions; add --spot N")
+    if args.try_limit is not None and (args.try_out is None or args.try_limit <= 0):
+        raise UserError("--try-limit is a number of seconds above 0 for each candidate of --try; add --try K")
+    if args.try_out is not None and args.cluster != HERE:
+        raise UserError(
+            f"--try runs candidates on this machine, and --cluster={args.cluster} is not this machine; "
+            "use --cluster here, or give the command on one that has these chips"
+        )
     cluster = parse_cluster(args.cluster)
     if args.price is not None:
         if args.price <= 0:
@@ -97,6 +119,8 @@ def run(args: argparse.Namespace) -> int:
         tokens=_tokens(args.tokens),
         compare=args.ask is None,
     )
+    if args.try_out is not None:
+        made = _try(args, made)
     facts = made.as_json() if args.json else None
     said = []
     if args.ask is not None:
@@ -134,18 +158,29 @@ def run(args: argparse.Namespace) -> int:
     return 0 if made.best is not None else 1
 
 
+def _try(args: argparse.Namespace, made: Plan) -> Plan:
+    """Run the best candidates."""
+    from meshwright.planning.tryout import LIMIT_S, try_out
+    from meshwright.torch_support import require_torch
+
+    require_torch()
+    return try_out(
+        made, args.try_out, args.try_limit or LIMIT_S, say=lambda line: print(line, file=sys.stderr, flush=True)
+    )
+
+
 def _calibrate() -> int:
     """Measure this machine."""
     from meshwright.torch_support import require_torch
 
     require_torch()
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    from meshwright.planning.calibrate import calibrate
+    from meshwright.planning.calibrate import calibrate, lines_of
 
-    found, path = calibrate()
-    for name, value in found.items():
-        print(f"{name:<12} {value:.4g}")
-    print(f"wrote {path}; `--cluster here` uses it from now on")
+    found, path = calibrate(say=lambda line: print(line, flush=True))
+    for line in lines_of(found):
+        print(line)
+    print(f"wrote {path}; plans for this machine and for clusters of this chip use it from now on")
     return 0
 
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 from meshwright.config import RunConfig
 from meshwright.config_load import resolve_config, run_presets
 from meshwright.errors import ConfigError
-from meshwright.strategy import Strategy
+from meshwright.strategy import AUTO, Strategy
 from meshwright.torch_support import require_torch
 from meshwright.training.job import batch_schedule, make_job
+from meshwright.training.planned import asks_planner, plan_run
 
 if TYPE_CHECKING:
     from meshwright.elastic.membership import Nodes
@@ -78,16 +79,18 @@ def run(args: argparse.Namespace) -> int:
     several = args.nodes is not None or args.rendezvous is not None
     if several and launched:
         raise ConfigError("a launcher started this process (RANK is set); drop --nodes and --rendezvous")
+    planned = None
     if not launched and not several:
         # Before the seconds that torch takes to import: mistakes are told at once.
-        make_job(resolved.config, nproc)
+        planned = plan_run(resolved.config, nproc)
+        make_job(planned.config, nproc)
     from meshwright.elastic.failure import RankError
     from meshwright.trainer import train
     from meshwright.training.hooks import STOP_SIGNALS
 
     try:
         nodes = _nodes(args, resolved.config) if several else None
-        ending = train(resolved.config, nproc, supervised=True, nodes=nodes)
+        ending = train(resolved.config, nproc, supervised=True, nodes=nodes, planned=planned)
         for number in STOP_SIGNALS:
             # It has ended and says how: a signal that comes too late does not change that.
             signal.signal(number, signal.SIG_IGN)
@@ -121,9 +124,10 @@ def _nodes(args: argparse.Namespace, config: RunConfig) -> Nodes:
 
 def _processes(argument: str | None, config: RunConfig) -> int:
     """How many local processes to start."""
-    asked = Strategy.processes(config.parallel.strategy)
+    text = AUTO if asks_planner(config) else config.parallel.strategy
+    asked = Strategy.processes(text)
     if argument is None or (argument == "auto" and asked is not None):
-        return asked or Strategy.fewest_processes(config.parallel.strategy)
+        return asked or Strategy.fewest_processes(text)
     if argument != "auto":
         if not argument.isdecimal() or int(argument) < 1:
             raise ConfigError(f"--nproc takes a whole number from 1, or auto, not '{argument}'")

@@ -5,35 +5,22 @@ No torch. Ranks are placed in order: consecutive ranks share a machine, as every
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import socket
 import subprocess
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.cluster.calibration import Calibration, Speeds, read_calibration
 from meshwright.cluster.chips import Chip, check_positive, chips, find_chip, make_chip
 from meshwright.errors import UserError, nearest
 
 HERE = "here"
-CROWDS = (2, 4, 8)
-"""Ranks on this machine whose collectives are measured."""
-_MEASURED = ("gflops", "memory_gb_s", "link_gb_s", "layer_s")
+CORES = "this machine's CPU cores"
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.\- ]*)")
 _FILE_KEYS = ("chip", "nodes", "gpus_per_node", "nic", "link", "domain", "price", "host_gib", "reserve_gib")
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What was measured on these machines; chips' peaks and bandwidths are then those that were measured too."""
-
-    layer_s: float
-    """Least time for a layer's forward pass."""
-    latency_s: float
-    """Of a collective, for each of its steps."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,12 @@ class Cluster:
     reserve_gib: float = 0.0
     """Memory of a chip that others use."""
     note: str = ""
-    calibration: Calibration | None = None
+    share: float = 1.0
+    """Of a core that each rank has, where ranks share them."""
+    speeds: Speeds | None = None
+    """What was measured on such a chip, where something was."""
+    measured: str = ""
+    """Where and when that was; or why what is on file is not used."""
     groups: tuple[Cluster, ...] = ()
     """Where there are several kinds: each of them, in the order in which ranks are placed. The rest is then what all
     of them have: see `groups.together`."""
@@ -86,7 +78,7 @@ class Cluster:
             from meshwright.cluster.groups import first_of
 
             return first_of(self, gpus)
-        return replace(self, gpus=gpus)
+        return cpu_ranks(gpus) if self.note == CORES else replace(self, gpus=gpus)
 
     def with_price(self, price: float) -> Cluster:
         """The same machines at that price for each chip and hour."""
@@ -110,7 +102,11 @@ def of_chip(chip: Chip, gpus: int, **changes: Any) -> Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that a word or a file describes."""
+    """The cluster that a word or a file describes, with what was measured here on such chips."""
+    return with_calibration(_parse(text))
+
+
+def _parse(text: str) -> Cluster:
     if text == HERE:
         return this_machine()
     if text.endswith(".toml") or os.sep in text:
@@ -225,37 +221,40 @@ def cpu_ranks(ranks: int) -> Cluster:
     """That many ranks on this machine's cores, which they share; with what was measured here, if it was."""
     cores, gib = cores_here(), _host_gib()
     chip = replace(chips()["cpu"], memory_mib=gib * 1024 / ranks, host_gib=gib / ranks)
-    measured = read_calibration()
     share = min(1.0, cores / ranks)
-    calibration = None
-    if measured is not None:
-        tflops = {"float32": measured["gflops"] / 1e3, "bf16": measured["gflops"] / 2e3}
-        chip = replace(chip, tflops=tflops, memory_bandwidth=measured["memory_gb_s"], link=measured["link_gb_s"])
-        crowd = next((size for size in CROWDS if size >= ranks), CROWDS[-1])
-        calibration = Calibration(measured["layer_s"] / share, measured[f"latency_{crowd}_s"])
-    chip = replace(
-        chip,
-        tflops={dtype: peak * share for dtype, peak in chip.tflops.items()},
-        memory_bandwidth=chip.memory_bandwidth * share,
-        link=chip.link * share,
+    calibration, ignored = read_calibration(chip.key)
+    if calibration is None:
+        chip = replace(
+            chip,
+            tflops={dtype: peak * share for dtype, peak in chip.tflops.items()},
+            memory_bandwidth=chip.memory_bandwidth * share,
+            link=chip.link * share,
+        )
+        return of_chip(chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, measured=ignored)
+    speeds = calibration.of(ranks, cores)
+    tflops = {dtype: max(row[-1] for row in rows) / 1e12 for dtype, rows in speeds.products.items()}
+    chip = replace(chip, tflops=tflops, memory_bandwidth=speeds.memory / 1e9)
+    return of_chip(
+        chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, speeds=speeds, measured=str(calibration)
     )
-    note = "this machine's CPU cores" + (", calibrated" if measured is not None else "")
-    return of_chip(chip, ranks, node=ranks, domain=ranks, note=note, calibration=calibration)
 
 
-def calibration_file() -> Path:
-    """Where `meshwright plan --calibrate` stores what it measured."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "meshwright" / f"calibration-{socket.gethostname()}.json"
+def with_calibration(cluster: Cluster) -> Cluster:
+    """The same, with what was measured on this machine's chips if they are of that kind."""
+    if cluster.groups:
+        return _together([with_calibration(group) for group in cluster.groups], cluster.note)
+    if cluster.chip.key == "cpu":
+        return cluster
+    calibration, ignored = read_calibration(cluster.chip.key)
+    if calibration is None:
+        return replace(cluster, measured=ignored)
+    return replace(cluster, speeds=_of_one(calibration, cluster), measured=str(calibration))
 
 
-def read_calibration() -> dict[str, float] | None:
-    """What was measured on this machine; None where nothing was, or nothing that can be read."""
-    try:
-        values = json.loads(calibration_file().read_text(encoding="utf-8"))
-        return {name: float(values[name]) for name in (*_MEASURED, *(f"latency_{ranks}_s" for ranks in CROWDS))}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _of_one(calibration: Calibration, cluster: Cluster) -> Speeds:
+    """What GPUs reach beside each other; what they exchange was measured in machines of another size, or not at all."""
+    measured = [size for size in calibration.crowds if size > 1 and size <= cluster.domain]
+    return calibration.crowds[max(measured)] if measured and cluster.gpus > 1 else calibration.crowds[1]
 
 
 def chip_named(name: str, memory_mib: float) -> Chip | None:
@@ -271,14 +270,19 @@ def chip_named(name: str, memory_mib: float) -> Chip | None:
 
 
 def _nvidia_gpus() -> list[tuple[str, float]]:
-    """Names and MiB of the GPUs that nvidia-smi lists; none where there is no such program."""
+    """Names and MiB of the GPUs that nvidia-smi lists and programs may use; none where there is no such program."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return []
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line]
-    return [(name.strip(), float(memory)) for name, memory in rows if memory.strip().replace(".", "").isdecimal()]
+    found = [(name.strip(), float(memory)) for name, memory in rows if memory.strip().replace(".", "").isdecimal()]
+    # Numbers or names of GPUs; those of one machine are alike.
+    return found[: len(visible.split(","))] if visible is not None else found
 
 
 def _host_gib() -> float:

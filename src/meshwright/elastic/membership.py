@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from meshwright.elastic.budget import Budget
 from meshwright.elastic.failure import Failure, RankError
-from meshwright.elastic.placement import Placement
+from meshwright.elastic.placement import Choice, Placement
 from meshwright.elastic.ranks import Ending, end_with_parent, may_fork
 from meshwright.elastic.rendezvous import END, Endpoint, JsonState, StoreError, check_run, connect, settings_of
 from meshwright.errors import ExitCode, UserError
@@ -49,8 +49,8 @@ EXPLAIN_S = 7.0
 LOST_S = 2.0
 """How long a machine may be out of the meeting while ranks still run as if it were there."""
 
-Plan = Callable[[int], tuple[str, int, str | None]]
-"""The strategy for that many ranks, how many of them it takes, and what had to change."""
+Plan = Callable[[int], Choice]
+"""The strategy for that many ranks."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,6 @@ class Member:
         while (answer := self._answer(number)) is None:
             if cancelled():
                 return None
-        if answer["change"] and answer["node"] == 0:
-            print(f"meshwright: {answer['change']}", file=sys.stderr, flush=True)
         self._generation = answer["generation"]
         return Placement(
             world=answer["world"],
@@ -116,7 +114,7 @@ class Member:
             host=self.host,
             node=answer["node"],
             hosts=tuple(answer["hosts"]),
-            strategy=answer["strategy"],
+            choice=Choice(*answer["choice"]),
             store=(self.nodes.endpoint.host, self.nodes.endpoint.port, answer["prefix"]),
         )
 
@@ -427,14 +425,13 @@ class _Meeting:
             return {"end": self._close(refusal.exit_code, str(refusal))}
         counts = [machine["count"] for machine in machines]
         try:
-            strategy, world, change = self._plan(sum(counts))
+            choice = self._plan(sum(counts))
         except UserError as error:
             return {"end": self._close(error.exit_code, str(error))}
         return {
             "generation": generation,
-            "strategy": strategy,
-            "world": world,
-            "change": change,
+            "choice": choice,
+            "world": choice.world,
             "counts": counts,
             "hosts": [machine["host"] for machine in machines],
         }

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshwright.lock import Fence
+
+
+class Choice(NamedTuple):
+    """The strategy of a generation."""
+
+    strategy: str
+    micro_batch: int | None
+    """Samples of a pass; None is a rank's whole share."""
+    world: int
+    said: tuple[str, ...] = ()
+    """What is to be told about it."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +33,8 @@ class Placement:
     node: int = 0
     """Number of this machine; the first one holds the run folder."""
     hosts: tuple[str, ...] = ()
-    strategy: str | None = None
-    """The strategy for these ranks; None is the configured one."""
+    choice: Choice | None = None
+    """What several machines have agreed on; None is what one planned for itself."""
     store: tuple[str, int, str] | None = None
     """Host, port and prefix of the store where ranks of several machines meet; None is a file."""
     check: bool = False

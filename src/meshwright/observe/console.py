@@ -96,7 +96,7 @@ class Console(Hook):
 
 
 def introduction(trainer: TrainingLoop) -> str:
-    """What this run really is, in three lines."""
+    """What this run really is, in three lines, and why its strategy was chosen."""
     job, config = trainer.job, trainer.config
     count = count_parameters(job.spec)
     active = f" ({human(count.active)} active)" if count.active != count.total else ""
@@ -107,11 +107,12 @@ def introduction(trainer: TrainingLoop) -> str:
     corpora = " + ".join(f"{corpus.path}: {human(corpus.tokens)} tokens" for corpus in job.sampler.corpora)
     start = f"from step {trainer.step} " if trainer.step else ""
     slow = "; fp16 is slow on a CPU" if config.train.precision == "fp16" and trainer.world.device.type == "cpu" else ""
+    why = "".join(f"\nplan   {line}" for line in trainer.planned.said)
     return (
         f"model  {name}: {human(count.total)} parameters{active}, {config.train.precision}{slow}\n"
         f"data   {corpora}; tokenizer {job.tokenizer.name}\n"
         f"run    {ranks} on {trainer.world.device}, {job.strategy}; "
-        f"{start}to step {config.train.steps} with {batch} x {config.data.sequence_length} tokens each"
+        f"{start}to step {config.train.steps} with {batch} x {config.data.sequence_length} tokens each{why}"
     )
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "check_collectives",
     "group_for_ddp",
     "group_of",
+    "reduce_scatter_into",
     "unchecked",
 ]
 
@@ -43,6 +44,8 @@ _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 # 2.13 renamed it and warns of the old name.
 all_gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """Gathers the ranks' tensors into one."""
+reduce_scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""Adds the ranks' tensors up and gives each its part."""
 
 # 2.13 renamed the argument and warns of the old name.
 BUFFERS_STAY_LOCAL: dict[str, Any] = (

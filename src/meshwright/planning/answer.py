@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.errors import UserError
@@ -15,17 +15,25 @@ from meshwright.models.spec import ModelSpec
 from meshwright.planning.bounds import in_order
 from meshwright.planning.changes import Change, cheapest_change
 from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.corrections import learned_of, subject_of
 from meshwright.planning.families import families, family_of
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.least_memory import nearest
+from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
+from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
-from meshwright.planning.space import Space
+from meshwright.planning.space import Space, allowed
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.planning.tryout import Tried
 
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
+SHOWN = 4
+"""Candidates of the best family that are told of."""
 LOOKED_AT = 150
 """Degrees that a quick look at another family or number of chips goes through."""
 
@@ -55,6 +63,8 @@ class Plan:
     found: Found | None
     tokens: float | None = None
     """Of the whole training."""
+    tried: tuple[Tried, ...] = ()
+    """Candidates that were run here, in the order of their predicted times; the best is then the measured one."""
 
     @property
     def shown(self) -> Candidate:
@@ -114,6 +124,7 @@ class Plan:
                 }
                 for one in self.runners
             ],
+            "tried": [one.as_json() for one in self.tried],
             "fewer_gpus": [candidate_json(self, one) for one in self.fewer],
             "ways": ways_json(self.found),
             "why": explain(self),
@@ -125,6 +136,17 @@ class Plan:
 
 def origin(question: Question) -> str:
     """Whether the numbers are measured, calibrated or estimated."""
+    cluster = question.cluster
+    if isinstance(operations_of(question.scenario(Layout(), 1), question.known), Measured):
+        if cluster.chip.key == "cpu":
+            return f"times {cluster.measured}; memory estimated"
+        links = "links too" if cluster.speeds is not None and cluster.speeds.collectives else "links estimated"
+        return f"times of computing {cluster.measured}; {links}, memory estimated"
+    ignored = f"; {cluster.measured}" if cluster.measured and cluster.speeds is None else ""
+    return _estimated(question) + ignored
+
+
+def _estimated(question: Question) -> str:
     unknown = [group.chip.name for group in question.cluster.kinds if not question.known.measured(group.chip.key)]
     if not unknown:
         these = "these chips" if question.cluster.groups else "this chip"
@@ -168,6 +190,7 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "mfu": round(candidate.mfu, 5) if finite else None,
         "days": None if days is None else round(days, 3),
         "cost": None if cost is None else round(cost, 2),
+        "origin": candidate.origin,
     }
 
 
@@ -218,11 +241,12 @@ def plan(
     micro_batch: int | None = None,
     tokens: float | None = None,
     compare: bool = True,
+    batches: Iterable[int] = (),
 ) -> Plan:
     """Which strategy trains a model best on a cluster, whether it fits, how fast, and why.
 
     With `strategy` that one is estimated instead of searched for. `compare` adds the runners-up of other families and
-    fewer chips.
+    fewer chips. `batches` are other global batches that the ranks must be able to share too.
     """
     name, spec = read_model(model)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -231,27 +255,71 @@ def plan(
         raise UserError("sequence length and global batch must be whole numbers from 1")
     batch = global_batch or default_batch(length, machines.gpus)
     texts = [constraints] if isinstance(constraints, str) else list(constraints)
-    question = Question(spec, machines, length, batch, precision, parse_constraints(texts))
+    question = Question(
+        spec,
+        machines,
+        length,
+        batch,
+        precision,
+        parse_constraints(texts),
+        batches=tuple(batches),
+        learned=learned_of(machines),
+    )
     _check_precision(question)
     if strategy is not None:
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question))
-    found = search(question, objective)
-    best = in_full(question, found.best) if found.best is not None else None
-    ranked = tuple(in_full(question, one) for one in found.ranked[1:4])
+    by = "memory" if objective == "memory" else "throughput"
+    known = _known(question)
+    found = search(_beyond(question, known), objective)
+    ranked = _shown(question, [*known, *found.ranked[:SHOWN]], by)
+    best = ranked[0] if ranked and ranked[0].fits else None
     # Of several kinds of machines, the ways to use them are what is compared.
     compare = compare and not question.cluster.groups
     runners = _runners(question, best) if compare and best is not None else ()
     fewer = _fewer(question, best) if compare and best is not None else ()
-    if best is None and found.nearest is not None:
-        found.nearest = in_full(question, found.nearest)
-    others = [*([best] if best is not None else []), *ranked, *_members(runners)]
-    others += [in_full(question, one) for one in found.ways.values() if one is not None]
+    if best is None:
+        closest = in_full(question, found.nearest) if found.nearest is not None else None
+        found = replace(found, nearest=ranked[0] if ranked else closest)
+    others = [*ranked, *_members(runners), *(in_full(question, one) for one in found.ways.values() if one is not None)]
     distinct = {(str(one.strategy), one.micro_batch, str(one.scenario.cluster)): one for one in others}
-    by = "memory" if objective == "memory" else "throughput"
     candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
     return Plan(question, name, best, candidates, runners, fewer, found, tokens)
+
+
+def _known(question: Question) -> list[Candidate]:
+    """Strategies that were run with this very question, as far as its constraints allow them."""
+    subject = subject_of(question) if question.learned.observations else ""
+    found = []
+    for one in question.learned.observations:
+        if one.subject == subject:
+            strategy = Strategy.parse(one.strategy, question.cluster.gpus)
+            if allowed(question, Layout.of(strategy)) and question.allows(micro_batch=one.micro_batch):
+                found.append(estimate(question, strategy, one.micro_batch))
+    return found
+
+
+def _beyond(question: Question, known: Iterable[Candidate]) -> Question:
+    """What is left to search: others than those, on chips as small as runs have shown them to be."""
+    cluster = question.cluster
+    if cluster.groups:
+        return question
+    short = cluster.memory * (1 - 1 / question.learned.memory_ratio(cluster)) / GIB
+    return replace(
+        question,
+        cluster=replace(cluster, reserve_gib=cluster.reserve_gib + short),
+        left_out=frozenset((str(one.strategy), one.micro_batch) for one in known),
+    )
+
+
+def _shown(question: Question, candidates: Iterable[Candidate], by: str) -> list[Candidate]:
+    """The best, with what runs on such machines have shown: that can change which of them is first."""
+    whole = not question.cluster.groups
+    shown = (
+        in_full(question, estimate(question, one.strategy, one.micro_batch) if whole else one) for one in candidates
+    )
+    return sorted(shown, key=lambda one: (not one.fits, one.score(by)))[:SHOWN]
 
 
 def default_batch(length: int, gpus: int) -> int:
@@ -280,7 +348,7 @@ def _of_one(question: Question, name: str, text: str, micro_batch: int | None, t
     strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
     micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
     size = micro_batch or question.global_batch // strategy.all_shares // micro_steps
-    candidate = estimate(question, strategy, size)
+    candidate = in_full(question, estimate(question, strategy, size))
     change = None if candidate.fits else cheapest_change(question, candidate)
     runner = (
         Runner(family_of(strategy), candidate, change, f"needs {candidate.memory.peak / GIB:.1f} GiB"),
@@ -299,7 +367,7 @@ def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
         candidate = plain_best(asked, LOOKED_AT)
         if candidate is not None:
             candidate = in_full(question, candidate)
-            runners.append(Runner(family, candidate, None, _loss(best, candidate)))
+            runners.append(Runner(family, candidate, None, loss(best, candidate)))
             continue
         failing = _smallest(asked)
         if failing is not None:
@@ -318,11 +386,9 @@ def _smallest(question: Question) -> Candidate | None:
     return nearest(asked, space, in_order(asked, space)[:LOOKED_AT])
 
 
-def _loss(best: Candidate, other: Candidate) -> str:
+def loss(best: Candidate, other: Candidate) -> str:
     """In words, what another candidate spends more on."""
     slower = other.step_s / best.step_s - 1
-    more = {name: getattr(other.parts, name) - value for name, value in vars(best.parts).items()}
-    name = max(more, key=lambda one: more[one])
     words = {
         "compute": "smaller matrix products",
         "recompute": "recompute",
@@ -335,6 +401,8 @@ def _loss(best: Candidate, other: Candidate) -> str:
         "offload": "transfers to host memory",
         "other": "jitter",
     }
+    more = {name: getattr(other.parts, name) - value for name, value in vars(best.parts).items() if name in words}
+    name = max(more, key=lambda one: more[one])
     if slower <= 0:
         return f"{-slower:.1%} faster, not enough for what it adds"
     return f"{slower:.1%} slower, most of it {words[name]} ({more[name]:+.3g} s)"

@@ -1,96 +1,285 @@
-"""Measures this machine for the planner: matrix products, memory, a layer's overhead, a collective. Needs torch.
+"""`meshwright plan --calibrate`: measures this machine and keeps what it found for later plans. Needs torch.
 
-For ranks on CPU cores; a few seconds. What it finds is stored for `--cluster here` (cluster.calibration_file).
+On CPU cores it is done with 1, 2, 4 and 8 ranks that share them, on GPUs with one and with all of the machine. A rank
+measures what it computes and moves (`measure.py`), then what exchanges cost: collectives between other work, and what
+each axis adds to the training of a tiny decoder by the trainer's own step.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
-from math import log2
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from meshwright.cluster.cluster import CROWDS, calibration_file
-from meshwright.files import write_atomically
-from meshwright.models.spec import ModelSpec
-from meshwright.parallel.world import World
+import torch
 
-_LAYER = ModelSpec(
+from meshwright.cluster.calibration import CROWDS, Calibration, Speeds, between, write_calibration
+from meshwright.cluster.cluster import chip_named, cores_here
+from meshwright.errors import UserError
+from meshwright.models.spec import Experts, ModelSpec
+from meshwright.parallel.world import World, join_world, visible_gpus
+from meshwright.planning import measure
+from meshwright.planning.blocks import layer_work
+from meshwright.planning.measure import ON_CPU, ON_GPU, Sizes
+from meshwright.verify.parity import Case, batch_of, step_of
+from meshwright.verify.pool import RankPool
+
+LAYERS, TOKENS, STEPS = 8, 16, 4
+MORE_MICRO_STEPS = 4
+TINY = ModelSpec(
     vocab_size=64,
-    hidden_size=32,
+    hidden_size=64,
     intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=32,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=8,
+    max_position_embeddings=TOKENS,
 )
+TINY_EXPERTS = TINY.model_copy(
+    update={"experts": Experts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)}
+)
+Say = Callable[[str], None]
 
 
-def calibrate() -> tuple[dict[str, float], Path]:
-    """Measure, store, and say where."""
-    from meshwright.verify.pool import RankPool
-
-    found: dict[str, float] = {}
-    with RankPool(max(CROWDS)) as pool:
-        (alone,) = pool.run(_alone, 1)
-        found |= alone
-        for ranks in CROWDS:
-            together = pool.run(_together, ranks)
-            found[f"latency_{ranks}_s"] = max(one[0] for one in together)
-            if ranks == 2:
-                found["link_gb_s"] = min(one[1] for one in together)
-    path = calibration_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(found, indent=1) + "\n")
-    return found, path
+def calibrate(
+    device: str = "auto", say: Say = lambda line: None, crowds: Sequence[int] = CROWDS, on_cpu: Sizes = ON_CPU
+) -> tuple[Calibration, Path]:
+    """Measure this machine's GPUs, or its cores where it has none; store it, and say where."""
+    started = time.perf_counter()
+    use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu))
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    found = Calibration(socket.gethostname(), chip, torch.__version__, when, speeds)
+    say(f"took {time.perf_counter() - started:.0f} s")
+    return found, write_calibration(found)
 
 
-def _fastest(work: Callable[[], object], times: int = 7) -> float:
-    """Seconds of the fastest of some runs: others measure what else the machine does."""
+def lines_of(found: Calibration) -> list[str]:
+    """What was found, for people."""
+    lines = []
+    for ranks, speeds in found.crowds.items():
+        lines.append(f"{ranks} at once, each:" if ranks > 1 else "one alone:")
+        for dtype, rows in speeds.products.items():
+            told = ", ".join(f"{row[0]:.0f}x{row[1]:.0f}x{row[2]:.0f} {row[3] / 1e12:.3g}" for row in rows)
+            lines.append(f"  products {dtype}: {told} TFLOP/s")
+            for name, points in (("", speeds.attention), (" backward", speeds.attention_backward)):
+                told = ", ".join(f"{row[0]:.0f} tokens {row[1] / 1e12:.3g}" for row in points[dtype])
+                lines.append(f"  attention{name} {dtype}: {told} TFLOP/s")
+        told = ", ".join(f"{dtype} {one:.1f}" for dtype, one in speeds.passes.items())
+        lines.append(f"  memory: {speeds.memory / 1e9:.4g} GB/s; passes through it over the least: {told}")
+        lines.append(
+            f"  a layer takes at least {1e6 * speeds.layer_s[0]:.0f} + {1e6 * speeds.layer_s[1]:.0f} us, with experts "
+            f"{1e6 * speeds.experts_s[0]:.0f} + {1e6 * speeds.experts_s[1]:.0f} us; "
+            f"a step {1e3 * speeds.step_s:.1f} ms, a micro-step {1e3 * speeds.micro_s:.1f} ms beside that; "
+            f"the optimizer {1e9 * speeds.optimizer_s:.3g} ns a parameter"
+        )
+        for kind, groups in speeds.collectives.items():
+            told = "; ".join(
+                f"{size}: " + ", ".join(f"{row[0] / 1024:.4g} KiB {1e6 * row[1]:.0f}" for row in rows)
+                for size, rows in groups.items()
+            )
+            lines.append(f"  {kind}, us by ranks: {told}")
+        if speeds.axes:
+            told = "; ".join(
+                f"{axis} " + ", ".join(f"{size}: {1e6 * one:.0f}" for size, one in of.items())
+                for axis, of in speeds.axes.items()
+            )
+            lines.append(f"  an exchange within training, us by ranks: {told}")
+    return lines
+
+
+def _cores(say: Say, crowds: Sequence[int], on_cpu: Sizes) -> dict[int, Speeds]:
+    found: dict[int, Speeds] = {}
+    cores = cores_here()
+    with RankPool(max(crowds)) as pool:
+        for ranks in crowds:
+            # More ranks than cores take turns, in equal shares: what they compute need not be measured again.
+            computed = None
+            if ranks > cores and found:
+                computed = found[max(found)].scaled(ranks / max(max(found), cores))
+            say(f"{ranks} {'rank' if ranks == 1 else 'ranks at once'}: what they compute, move and exchange")
+            sizes = on_cpu if ranks == 1 else replace(on_cpu, dtypes=("float32",))
+            speeds = _crowd(partial(_on_pool, pool, ranks), ranks, sizes, computed)
+            found[ranks] = _with_all_dtypes(speeds, found[1]) if ranks > 1 and computed is None else speeds
+    return found
+
+
+def _with_all_dtypes(few: Speeds, alone: Speeds) -> Speeds:
+    """Crowds are measured in one dtype; sharing cores slows the others as much."""
+
+    def slowed(name: str) -> dict[str, Any]:
+        own, other = getattr(few, name)["float32"], getattr(alone, name)
+        pairs = {dtype: zip(rows, own, other["float32"], strict=True) for dtype, rows in other.items()}
+        return {
+            dtype: tuple((*row[:-1], row[-1] * mine[-1] / before[-1]) for row, mine, before in rows)
+            for dtype, rows in pairs.items()
+        }
+
+    return replace(
+        few,
+        products=slowed("products"),
+        attention=slowed("attention"),
+        attention_backward=slowed("attention_backward"),
+        passes={**alone.passes, **few.passes},
+    )
+
+
+def _on_pool(pool: RankPool, ranks: int, work: Callable[..., Any], *inputs: Any) -> list[Any]:
+    return pool.run(work, ranks, *inputs)
+
+
+def _gpus(say: Say) -> tuple[str, dict[int, Speeds]]:
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 2**20
+    chip = chip_named(name, memory)
+    if chip is None:
+        raise UserError(f"{name} is in no table of chips, so no plan could use what is measured; see docs/plan.md")
+    say(f"one {chip.name}: products, attention, memory, layers")
+    crowds = {1: _crowd(_in_this_process, 1, ON_GPU)}
+    count = visible_gpus()
+    if count > 1:
+        say(f"{count} at once: the same, and collectives")
+        crowds[count] = _crowd(partial(_on_gpus, count), count, ON_GPU)
+    return chip.key, crowds
+
+
+def _in_this_process(work: Callable[..., Any], *inputs: Any) -> list[Any]:
+    with join_world("cuda", 120.0) as world:
+        return [work(world, *inputs)]
+
+
+def _on_gpus(count: int, work: Callable[..., Any], *inputs: Any) -> list[Any]:
+    """On a rank for each GPU, started for this."""
+    from meshwright.launch.local import run_ranks
+
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        run_ranks(partial(_write_result, folder, work, inputs), count, device="cuda", timeout_s=300.0)
+        return [json.loads((Path(folder) / str(rank)).read_text(encoding="utf-8")) for rank in range(count)]
+
+
+def _write_result(folder: str, work: Callable[..., Any], inputs: tuple[Any, ...], world: World) -> None:
+    (Path(folder) / str(world.rank)).write_text(json.dumps(work(world, *inputs)), encoding="utf-8")
+
+
+def _crowd(run: Callable[..., list[Any]], ranks: int, sizes: Sizes, computed: Speeds | None = None) -> Speeds:
+    """What each of that many ranks reaches; `computed` is what is known of it already."""
+    if computed is None:
+        found = _typical(run(measure.computing, sizes))
+        layers = found.pop("layers")
+        found["passes"] = {dtype: _passes(found, sizes, dtype, layers[dtype]) for dtype in sizes.dtypes}
+        computed = Speeds(ranks=ranks, step_s=0.0, micro_s=0.0, collectives={}, axes={}, **found)
+    collectives: dict[str, dict[str, Any]] = {}
+    groups = [1 << power for power in range(1, ranks.bit_length()) if ranks % (1 << power) == 0]
+    for group in groups:
+        for kind, rows in _typical(run(measure.talking, sizes, group)).items():
+            collectives.setdefault(kind, {})[str(group)] = tuple(tuple(row) for row in rows)
+    step_s, micro_s, axes = _axes(run, ranks, groups, computed, sizes.on_cpu)
+    if not sizes.on_cpu:
+        # A GPU waits for its host or does not: what a micro-step costs more than its layers is put to them.
+        factor = 1 + micro_s / (LAYERS * sum(computed.layer_s))
+        layer_s, experts_s = ([one * factor for one in held] for held in (computed.layer_s, computed.experts_s))
+        computed, micro_s = replace(computed, layer_s=layer_s, experts_s=experts_s), 0.0
+    return replace(computed, ranks=ranks, step_s=step_s, micro_s=micro_s, collectives=collectives, axes=axes)
+
+
+def _typical(answers: list[Any]) -> Any:
+    """The median over ranks of every number in what they found."""
+    first = answers[0]
+    if isinstance(first, dict):
+        return {key: _typical([one[key] for one in answers]) for key in first}
+    if isinstance(first, list | tuple):
+        return tuple(_typical(list(values)) for values in zip(*answers, strict=True))
+    return statistics.median(answers)
+
+
+def _passes(found: dict[str, Any], sizes: Sizes, dtype: str, seconds: tuple[float, float]) -> float:
+    """How often a layer's activations go through memory: what its products, attention and the host do not explain."""
+    spec, tokens = sizes.layer, sizes.tokens
+    work = layer_work(spec, False, tokens, tokens, 1, False, 1, 1, 1.0)
+    points = [(rows * inner * outer, speed) for rows, inner, outer, speed in found["products"][dtype]]
+    points.sort()
+    products = sum(
+        2 * one.rows * one.inner * one.outer / between(points, one.rows * one.inner * one.outer)
+        for one in work.products
+    )
+    forward = work.attention_flops / between(found["attention"][dtype], tokens)
+    backward = 2.5 * work.attention_flops / between(found["attention_backward"][dtype], tokens)
+    # A GPU's host runs ahead where there is enough to compute; a core does one thing after the other.
+    host = found["layer_s"] if sizes.on_cpu else (0.0, 0.0)
+    left = sum(seconds) - 3 * products - forward - backward - sum(host)
+    # The backward pass reads and writes twice as much.
+    once = 3 * work.moved * (4 if dtype == "float32" else 2) / found["memory"]
+    return max(1.0, left / once)
+
+
+# ---- what axes add to training
+
+
+def _axes(
+    run: Callable[..., list[Any]], ranks: int, groups: list[int], computed: Speeds, on_cpu: bool
+) -> tuple[float, float, dict[str, dict[str, float]]]:
+    """What a step and a micro-step cost beside their layers, and what each axis adds for an exchange."""
+    cases = {"plain": f"dp={ranks}", "longer": f"dp={ranks}", "experts": f"dp={ranks}"}
+    # Between GPUs of one machine an exchange is its collective; the host is not in the way.
+    if ranks > 1 and on_cpu:
+        cases[f"shard {ranks}"] = f"dp={ranks} zero=3 wrap=block"
+        # Between the smallest and the largest group the others can be told.
+        for group in sorted({groups[0], groups[-1]}):
+            others = f"dp={ranks // group}"
+            cases[f"tp {group}"] = f"{others} tp={group} sp=off"
+            cases[f"sp {group}"] = f"{others} tp={group} sp=on"
+            cases[f"ring {group}"] = f"{others} cp={group}"
+            cases[f"ulysses {group}"] = f"{others} cp={group} cp_method=ulysses"
+            cases[f"ep {group}"] = f"dp={ranks} ep={group}"
+    seconds = {
+        name: max(run(timed, _case(name, text, ranks, "float32" if on_cpu else "bf16"))) for name, text in cases.items()
+    }
+    layers = LAYERS * sum(computed.layer_s)
+    micro_s = max(0.0, (seconds["longer"] - seconds["plain"]) / (MORE_MICRO_STEPS - 1) - layers)
+    step_s = max(0.0, seconds["plain"] - layers - micro_s)
+    # Exchanges of a layer, forward and backward; every case has one micro-step.
+    per_layer = {"shard": 3.0, "tp": 4.0, "sp": 8.0, "ep": 5.0}
+    axes: dict[str, dict[str, float]] = {}
+    for name in seconds:
+        axis, _, group_text = name.partition(" ")
+        if not group_text:
+            continue
+        base = seconds["experts" if axis == "ep" else "plain"]
+        # A ring has a step for each of its ranks forward and three backward; the other has four exchanges in all.
+        each = 4.0 * int(group_text) if axis == "ring" else per_layer.get(axis, 4.0)
+        axes.setdefault(axis, {})[group_text] = max(1e-6, (seconds[name] - base) / (LAYERS * each))
+    return step_s, micro_s, axes
+
+
+def _case(name: str, text: str, ranks: int, precision: str) -> Case:
+    from meshwright.strategy import Strategy
+
+    spec = TINY_EXPERTS if name.startswith(("experts", "ep")) else TINY
+    micro_steps = MORE_MICRO_STEPS if name == "longer" else 1
+    batch = Strategy.parse(text, ranks).dp * micro_steps
+    return Case(spec, text, ranks, precision, micro_steps, STEPS, batch, TOKENS)
+
+
+def timed(world: World, case: Case) -> float:
+    """Seconds of the fastest step of a case on this rank, the first one not counted."""
+    step = step_of(world, case)
     best = float("inf")
-    for _ in range(times):
+    for number in range(case.steps):
+        batch = batch_of(case, number, step.data_rank, step.strategy)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
         started = time.perf_counter()
-        work()
-        best = min(best, time.perf_counter() - started)
+        step(number, batch)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        if number:
+            best = min(best, time.perf_counter() - started)
     return best
-
-
-def _alone(world: World) -> dict[str, float]:
-    import torch
-
-    from meshwright.models.decoder import Decoder
-
-    size = 384
-    left, right = torch.randn(size, size), torch.randn(size, size)
-    gflops = 2 * size**3 / _fastest(lambda: left @ right) / 1e9
-    wide = torch.randn(1 << 22)
-    memory = 2 * wide.nbytes / _fastest(wide.clone) / 1e9
-    model = Decoder(_LAYER)
-    tokens = torch.zeros(1, 4, dtype=torch.long)
-    layer = _fastest(lambda: model(tokens), 15) / _LAYER.num_hidden_layers
-    return {"gflops": gflops, "memory_gb_s": memory, "layer_s": layer}
-
-
-def _together(world: World) -> tuple[float, float]:
-    """Seconds of a step of a small collective, as it comes between other work, and GB/s of a large one."""
-    import torch
-    import torch.distributed as dist
-
-    small, large = torch.zeros(64), torch.zeros(1 << 20)
-    for tensor in (small, large):
-        dist.all_reduce(tensor)
-    left = torch.randn(192, 192)
-    seconds = []
-    for _ in range(60):
-        # Ranks that share cores wait for each other's turn, which only shows between pieces of work.
-        left @ left
-        started = time.perf_counter()
-        dist.all_reduce(small)
-        seconds.append(time.perf_counter() - started)
-    usual = statistics.fmean(seconds)
-    whole = _fastest(lambda: dist.all_reduce(large), 7)
-    steps = 2 * (1 + log2(world.size))
-    return usual / steps, large.nbytes / max(whole - min(seconds), 1e-6) / 1e9

@@ -22,6 +22,7 @@ TERMS = {
     "fragmentation": "fragmentation",
     "communicators": "NCCL",
     "context": "driver's context",
+    "correction": "seen in runs here",
 }
 PARTS = {
     "compute": "compute",
@@ -34,6 +35,7 @@ PARTS = {
     "optimizer": "optimizer",
     "offload": "host memory",
     "other": "data, clipping, jitter",
+    "correction": "seen in runs here",
 }
 
 
@@ -69,12 +71,7 @@ def explain(plan: Plan) -> list[str]:
         f"memory peaks at {memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f} GiB on {where}; the largest part is "
         f"{term} ({size / GIB:.1f} GiB); up to {FITS:.0%} counts as safe"
     )
-    share = {name: getattr(best.parts, name) / best.step_s for name in PARTS}
-    spent = sorted(
-        (name for name in share if name != "compute" and share[name] >= 0.005), key=lambda name: -share[name]
-    )
-    rest = ", ".join(f"{PARTS[name]} {share[name]:.1%}" for name in spent) or "nothing else of note"
-    lines.append(f"of the step {share['compute']:.1%} is compute; beside it {rest}")
+    lines.append(time_goes_into(best))
     lines += ways(plan.found)
     for runner in plan.runners:
         if runner.candidate is None:
@@ -85,6 +82,16 @@ def explain(plan: Plan) -> list[str]:
         lines.append(line)
     lines.extend(_fewer(best, other) for other in plan.fewer)
     return lines
+
+
+def time_goes_into(candidate: Candidate) -> str:
+    """What a step is spent on."""
+    share = {name: getattr(candidate.parts, name) / candidate.step_s for name in PARTS}
+    spent = sorted(
+        (name for name in share if name != "compute" and share[name] >= 0.005), key=lambda name: -share[name]
+    )
+    rest = ", ".join(f"{PARTS[name]} {share[name]:.1%}" for name in spent) or "nothing else of note"
+    return f"of the step {share['compute']:.1%} is compute; beside it {rest}"
 
 
 def _fewer(best: Candidate, other: Candidate) -> str:

@@ -93,8 +93,8 @@ class _Uneven:
         self.question, self.way = question, way
         # The number of ranks must not divide the batch where shares do.
         world = question.cluster.gpus
-        relaxed = replace(question, cluster=replace(question.cluster, groups=()), global_batch=32 * world)
-        self.space = Space(relaxed if way == SHARES else replace(relaxed, global_batch=question.global_batch))
+        alike = replace(question, cluster=replace(question.cluster, groups=()))
+        self.space = Space(replace(alike, global_batch=32 * world, batches=()) if way == SHARES else alike)
         self.estimated = self.bounded = 0
         self._paces: dict[tuple[int, ...], float] = {}
         self._sizes: dict[tuple[object, ...], list[int] | None] = {}
@@ -168,7 +168,7 @@ class _Uneven:
         shares = [(0.0, "even")]
         if self.way == SHARES:
             timer = GroupTimer(self.question.scenario(base, degrees.micro_batch), self.question.known, timers)
-            shares = shares_by_chip(timer, self.question.global_batch)
+            shares = shares_by_chip(timer, self.question.shared)
         for least, dealt in shares:
             if least >= best:
                 return
@@ -297,6 +297,8 @@ class _Uneven:
         self, layout: Layout, micro_batch: int, memory: Memory, timers: dict[tuple[int, int], Timer], best: float
     ) -> Candidate | None:
         """The candidate, unless it cannot be better than the best."""
+        if self.question.leaves_out(layout, micro_batch):
+            return None
         self.estimated += 1
         scenario = self.question.scenario(layout, micro_batch)
         timer = GroupTimer(scenario, self.question.known, timers)

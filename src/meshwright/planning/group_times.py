@@ -134,8 +134,8 @@ class GroupTimer:
 
     def parts(self, simulate: bool = True) -> Parts:
         """The step; without simulation a lower bound of the pipeline's length stands in for it."""
-        layout, flows = self.scenario.layout, self.flows()
-        lengths = [length_of(layout, flow, simulate) for flow in flows]
+        flows = self.flows()
+        lengths = [length_of(self.scenario, flow, simulate) for flow in flows]
         slowest = max(range(len(flows)), key=lambda index: lengths[index])
         reduction = max(
             self.timer(column.groups[flow.slowest], column.share).states.reduction(
@@ -160,7 +160,7 @@ class GroupTimer:
 
     def slowest(self) -> Column:
         """The column that the others wait for."""
-        lengths = [length_of(self.scenario.layout, flow, True) for flow in self.flows()]
+        lengths = [length_of(self.scenario, flow, True) for flow in self.flows()]
         return self.columns[max(range(len(lengths)), key=lambda index: lengths[index])]
 
     def stage_times(self) -> StageTimes:

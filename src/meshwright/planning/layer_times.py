@@ -69,22 +69,22 @@ class LayerTimes:
         backward += attention_backward + 2 * moved
         if not scenario.flash_attention and layout.recompute == "selective":
             backward += attention_forward
-        host = (software.host_experts_s if sparse else software.host_s) * operations.host
+        held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+        copied, added = operations.casts(held.all)
+        forward, backward = forward + copied, backward + added
+        host, host_backward = operations.host_times(sparse)
         if operations.on_cpu:
-            forward, total = forward + host, backward + weights + 2 * host
+            forward, total = forward + host, backward + weights + host_backward
         else:
-            forward, total = max(forward, host), max(backward + weights, 2 * host)
+            forward, total = max(forward, host), max(backward + weights, host_backward)
         backward = total - weights
         result = Layer(forward, backward, weights)
         result.tp_forward, tp_backward = self._tensor(work)
-        result.ep_forward = (
-            software.ep_exposed
-            * 2
-            * self.operations.links.exchange(self.ep_group, work.exchanged * scenario.element, self._copies())
-        )
+        exchanged = operations.links.experts(self.ep_group, work.exchanged * scenario.element, self._copies())
+        result.ep_forward = software.ep_exposed * exchanged[0]
         result.cp_forward, cp_backward = self._context(work, attention_forward, attention_backward)
         result.tp = result.tp_forward + tp_backward
-        result.ep = 2 * result.ep_forward
+        result.ep = result.ep_forward + software.ep_exposed * exchanged[1]
         result.cp = result.cp_forward + cp_backward
         if again:
             result.again = forward
@@ -104,9 +104,9 @@ class LayerTimes:
         if self.tp_group.size == 1:
             return 0.0, 0.0
         size = work.tp_elements * self.scenario.element
-        once = 4 * self.operations.links.half(self.tp_group, size) * self.operations.software.tp_exposed
-        # Backward passes of the weights need the gathered inputs once more.
-        return once, once * (1.25 if self.scenario.layout.sp else 1.0)
+        forward, backward = self.operations.links.tensor(self.tp_group, size, self.scenario.layout.sp)
+        exposed = self.operations.software.tp_exposed
+        return forward * exposed, backward * exposed
 
     def _context(self, work: Work, forward: float, backward: float) -> tuple[float, float]:
         """Exposed seconds of context-parallel traffic; a ring hides behind attention, an exchange does not."""
@@ -114,11 +114,8 @@ class LayerTimes:
         if layout.cp == 1:
             return 0.0, 0.0
         if layout.cp_method == "ring":
-            passed = self.operations.links.half(self.cp_group, work.kv_elements * layout.cp * element)
-            start = passed / layout.cp
-            return max(start, passed - forward), max(2 * start, 2 * passed - backward)
-        once = self.operations.links.exchange(self.cp_group, (work.kv_elements + work.qo_elements) * element)
-        return once, once
+            return self.operations.links.ring(self.cp_group, work.kv_elements * element, forward, backward)
+        return self.operations.links.ulysses(self.cp_group, (work.kv_elements + work.qo_elements) * element)
 
     def head(self) -> tuple[float, float, float]:
         """Seconds of the last norm, the head and the loss: forward, to the input, to the weights."""
@@ -134,4 +131,5 @@ class LayerTimes:
         # Logits are read and written in float32 by the loss, forward and backward.
         loss = logits * 4 * 4 / operations.memory
         moved = operations.move(work.moved)
-        return forward + loss / 2 + moved, backward + loss / 2 + 2 * moved, weights
+        beside = operations.micro_step()
+        return forward + loss / 2 + moved + beside / 3, backward + loss / 2 + 2 * moved + beside * 2 / 3, weights

@@ -6,9 +6,11 @@ ranks sit in one domain they share the work: each sends through its own network 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import log2
 
+from meshwright.cluster.calibration import Points
 from meshwright.cluster.cluster import Cluster
 from meshwright.planning.software import Common
 
@@ -35,14 +37,21 @@ class Links:
     """Times of collectives on a cluster, in seconds; sizes are bytes of the whole tensor unless said otherwise."""
 
     def __init__(self, cluster: Cluster, common: Common) -> None:
-        if cluster.calibration is not None:
-            latency = cluster.calibration.latency_s
-            common = replace(common, link=1.0, nic=1.0, link_latency_s=latency, nic_latency_s=latency)
         self.common = common
         self.link = cluster.link * 1e9 * common.link
+        if cluster.speeds is not None and cluster.speeds.collectives.get("all_gather"):
+            self._take_measured(cluster.speeds.collectives["all_gather"])
         self.nic = cluster.nic * 1e9 * common.nic
 
-    def half(self, group: Group, size: float) -> float:
+    def _take_measured(self, gathers: Mapping[str, Points]) -> None:
+        """Latency and bandwidth of the fast links from gathers of the smallest and the largest tensor."""
+        ranks = max(int(size) for size in gathers)
+        small, large = gathers[str(ranks)][0], gathers[str(ranks)][-1]
+        self.common = replace(self.common, link_latency_s=small[1] / (1 + log2(ranks)))
+        if large[1] > small[1]:
+            self.link = large[0] * (ranks - 1) / ranks / (large[1] - small[1])
+
+    def half(self, group: Group, size: float, kind: str = "all_gather") -> float:
         """All-gather or reduce-scatter of a tensor."""
         if group.size <= 1 or size <= 0:
             return 0.0
@@ -76,6 +85,32 @@ class Links:
         staying = size * (group.size - 1) / group.size
         latency = common.nic_latency_s * 2 if group.domains > 1 else common.link_latency_s * 2
         return latency + max(leaving / (self.nic * common.all_to_all), staying / (self.link * common.all_to_all))
+
+    def unit(self, group: Group, size: float, kind: str = "all_gather") -> float:
+        """The gather or scatter of a module whose parameters are sharded."""
+        return self.half(group, size, kind)
+
+    def tensor(self, group: Group, size: float, sp: bool) -> tuple[float, float]:
+        """Tensor-parallel collectives of a layer, forward and backward: two sums each, or four halves."""
+        once = 4 * self.half(group, size)
+        # Backward passes of the weights need the gathered inputs once more.
+        return once, once * (1.25 if sp else 1.0)
+
+    def ring(self, group: Group, size: float, forward: float, backward: float) -> tuple[float, float]:
+        """Passing one rank's keys and values around, what attention forward and backward does not hide of it."""
+        passed = self.half(group, size * group.size)
+        start = passed / group.size
+        return max(start, passed - forward), max(2 * start, 2 * passed - backward)
+
+    def ulysses(self, group: Group, size: float) -> tuple[float, float]:
+        """Exchanging heads for tokens and back, forward and backward."""
+        once = self.exchange(group, size)
+        return once, once
+
+    def experts(self, group: Group, size: float, copies: float) -> tuple[float, float]:
+        """Rows to the experts and back, forward and backward."""
+        once = 2 * self.exchange(group, size, copies)
+        return once, once
 
     def send(self, size: float, far: bool) -> float:
         """From one rank to another."""

@@ -43,6 +43,8 @@ class Terms:
     fragmentation: float = 0.0
     communicators: float = 0.0
     context: float = 0.0
+    correction: float = 0.0
+    """What runs on these machines held beyond the estimate."""
 
     @property
     def allocated(self) -> float:
@@ -60,7 +62,7 @@ class Terms:
     @property
     def total(self) -> float:
         """What the device has given out."""
-        return self.allocated + self.fragmentation + self.communicators + self.context
+        return self.allocated + self.fragmentation + self.communicators + self.context + self.correction
 
     @property
     def activations(self) -> float:

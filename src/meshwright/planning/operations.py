@@ -13,6 +13,8 @@ from meshwright.planning.software import Constants
 TILE = 128
 BACKWARD_ATTENTION = 2.5
 """Products of fused attention's backward pass over those of its forward pass: five for two."""
+ADAM_BYTES = 30
+"""Read and written for each parameter that an optimizer step updates: two moments, gradient, wide and narrow copy."""
 CPU_LAYER_S = 0.001
 """Least time for a layer's forward pass on a CPU where nothing was measured."""
 
@@ -26,8 +28,7 @@ class Operations:
         self.on_cpu = chip.key == "cpu"
         if self.on_cpu:
             # Nothing runs beside a core's own work, and every operation is waited for.
-            calibration = scenario.cluster.calibration
-            layer_s = calibration.layer_s if calibration is not None else CPU_LAYER_S
+            layer_s = CPU_LAYER_S / scenario.cluster.share
             software = replace(
                 software, compute=1.0, overlap=0.0, contention=0.0, tp_exposed=1.0, ep_exposed=1.0, passes=1.0,
                 host_s=layer_s, host_experts_s=2 * layer_s, step_s=2 * layer_s, jitter=0.0,
@@ -46,7 +47,7 @@ class Operations:
         self.memory = chip.memory_bandwidth * 1e9 * speed.memory
         self.units = chip.units
         self.host = speed.host
-        self.links = Links(scenario.cluster, constants.common)
+        self.links: Links = Links(scenario.cluster, constants.common)
         self.element = scenario.element
         self.flash_attention = scenario.flash_attention
 
@@ -63,11 +64,15 @@ class Operations:
         )
 
     def _time(self, flops: float, peak: float, rows: float, inner: float, outer: float, times: float) -> float:
-        waves = ceil(rows / TILE) * ceil(outer / TILE) * times / self.units
-        waste = ceil(waves) / waves - 1 if waves < 64 else 0.0
-        share = inner / (inner + self.common.depth) / (1 + self.common.quantum * min(waste, 8.0))
+        share = self.shape_share(rows, inner, outer, times)
         moved = 2 * (rows * inner + inner * outer + rows * outer) * times
         return max(flops / (peak * share), moved / self.memory)
+
+    def shape_share(self, rows: float, inner: float, outer: float, times: float) -> float:
+        """Of a product's full speed, what its shape leaves: waves of tiles that are not full, short sums."""
+        waves = ceil(rows / TILE) * ceil(outer / TILE) * times / self.units
+        waste = ceil(waves) / waves - 1 if waves < 64 else 0.0
+        return inner / (inner + self.common.depth) / (1 + self.common.quantum * min(waste, 8.0))
 
     def attend(self, work: Work, own: float) -> tuple[float, float]:
         """Seconds of attention forward and backward, with so many tokens of a sequence on this rank."""
@@ -83,6 +88,23 @@ class Operations:
     def move(self, elements: float) -> float:
         """Seconds in which operations between the products read and write so many elements."""
         return elements * self.element * self.software.passes / self.memory
+
+    def host_times(self, sparse: bool) -> tuple[float, float]:
+        """Least seconds of a layer's forward and backward pass, in which the host starts its operations."""
+        once = (self.software.host_experts_s if sparse else self.software.host_s) * self.host
+        return once, 2 * once
+
+    def casts(self, parameters: float) -> tuple[float, float]:
+        """Seconds of narrow copies of so many parameters, and of their gradients; fitted constants have it in them."""
+        return 0.0, 0.0
+
+    def micro_step(self) -> float:
+        """What a micro-step costs beside its layers and head."""
+        return 0.0
+
+    def update(self, parameters: float) -> float:
+        """Seconds in which the optimizer updates so many parameters."""
+        return parameters * ADAM_BYTES / self.memory
 
     def hide(self, communication: float, compute: float, edge: float) -> float:
         """What is seen of communication that runs beside computation; a share of it has nothing to run beside."""

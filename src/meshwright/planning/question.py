@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import log, sqrt
+from math import gcd, log, sqrt
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.count import count_parameters
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.constraints import Constraint
+from meshwright.planning.corrections import Learned, corrected
 from meshwright.planning.group_times import memory_on, timer_on
 from meshwright.planning.memory import Memory
 from meshwright.planning.scenario import Layout, Scenario
@@ -35,7 +36,18 @@ class Question:
     precision: str = "bf16"
     constraints: tuple[Constraint, ...] = ()
     software: str = "meshwright"
+    batches: tuple[int, ...] = ()
+    """Other global batches that the ranks must be able to share."""
+    left_out: frozenset[tuple[str, int]] = frozenset()
+    """Strategies and micro-batches that are not searched, because more is known of them than an estimate."""
+    learned: Learned = field(default_factory=Learned, compare=False, repr=False)
+    """What runs on such machines have shown."""
     known: Constants = field(default_factory=constants, compare=False, repr=False)
+
+    @cached_property
+    def shared(self) -> int:
+        """What data ranks and micro-batches must divide: all global batches."""
+        return gcd(self.global_batch, *self.batches)
 
     @cached_property
     def parameters(self) -> int:
@@ -45,6 +57,10 @@ class Question:
     def allows(self, **found: int | str) -> bool:
         """Whether a choice meets the constraints so far."""
         return all(one.holds(found) for one in self.constraints)
+
+    def leaves_out(self, layout: Layout, micro_batch: int) -> bool:
+        """Whether a choice is not searched."""
+        return bool(self.left_out) and (str(layout.strategy()), micro_batch) in self.left_out
 
     def scenario(self, strategy: Strategy | Layout, micro_batch: int) -> Scenario:
         """A strategy as a scenario."""
@@ -78,6 +94,8 @@ class Candidate:
     scenario: Scenario = field(repr=False, compare=False)
     memory: Memory = field(repr=False, compare=False)
     parts: Parts = field(repr=False, compare=False)
+    origin: str = field(default="estimated", compare=False)
+    """Where its figures come from: estimated, calibrated (by this machine's speeds, or by other runs), measured."""
 
     @property
     def step_s(self) -> float:
@@ -145,12 +163,14 @@ def count_features(strategy: Strategy | Layout) -> int:
 def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candidate:
     """One strategy, whether it fits or not."""
     scenario = question.scenario(strategy, micro_batch)
+    measured = all(group.speeds is not None for group in question.cluster.kinds)
+    origin = "calibrated" if measured else "estimated"
     memory, parts = memory_on(scenario), timer_on(scenario, question.known).parts()
-    return Candidate(strategy, micro_batch, scenario, memory, parts)
+    return Candidate(strategy, micro_batch, scenario, memory, parts, origin)
 
 
 def in_full(question: Question, candidate: Candidate) -> Candidate:
-    """A candidate of a search with the memory of all its pipeline ranks, and a time if it had none."""
+    """A candidate of a search with the memory of all its pipeline ranks and its time, and what was learned."""
     # It may be one of a part of the machines.
-    question = replace(question, cluster=candidate.scenario.cluster)
-    return estimate(question, candidate.strategy, candidate.micro_batch)
+    own = replace(question, cluster=candidate.scenario.cluster)
+    return corrected(estimate(own, candidate.strategy, candidate.micro_batch), question.learned)

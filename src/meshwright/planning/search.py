@@ -111,6 +111,8 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
                 weight = 1 + FEATURE * count_features(layout)
                 if degrees.bound * weight / (1 + FEATURE * 4) >= score or not allowed(question, layout):
                     continue
+                if question.leaves_out(layout, degrees.micro_batch):
+                    continue
                 scenario = question.scenario(layout, degrees.micro_batch)
                 memory = memory_of(scenario, quick=True)
                 if memory.verdict != "fits":
@@ -157,6 +159,8 @@ def _choices(question: Question, space: Space, degrees: Degrees, offload: str, b
         if choice.rough >= best:
             return
         for memory, chosen in _with_recompute(question, choice, degrees, timer, best):
+            if question.leaves_out(chosen, degrees.micro_batch):
+                continue
             scenario = question.scenario(chosen, degrees.micro_batch)
             own = timer.like(scenario)
             parts = own.parts(simulate=False)

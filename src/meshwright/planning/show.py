@@ -29,6 +29,9 @@ def show(plan: Plan, console: Console) -> None:
         f"global batch {question.global_batch}, {question.precision} ({origin(question)})\n"
     )
     console.print(table_of(plan))
+    if plan.tried:
+        console.print()
+        console.print(tried_table(plan))
     if plan.best is not None:
         console.print()
         console.print(Group(*bars(plan.best)))
@@ -74,6 +77,22 @@ def table_of(plan: Plan) -> Table:
             days, cost = plan.days(candidate) if finite else None, plan.cost(candidate) if finite else None
             row += [f"{days:,.1f}" if days is not None else "", f"{cost:,.0f}" if cost is not None else ""]
         table.add_row(*row)
+    return table
+
+
+def tried_table(plan: Plan) -> Table:
+    """What was predicted and what was measured of the candidates that ran here."""
+    table = Table(box=None, pad_edge=False, title="tried here", title_justify="left")
+    for name in ("strategy", "micro-batch", "s/step predicted", "measured", "GiB predicted", "measured", ""):
+        table.add_column(name, justify="left" if name in ("strategy", "") else "right", no_wrap=name == "strategy")
+    for one in plan.tried:
+        candidate = one.candidate
+        row = [str(candidate.strategy), str(candidate.micro_batch), f"{candidate.step_s:.3f}"]
+        row.append("" if one.step_s is None else f"{one.step_s:.3f}")
+        row.append(f"{candidate.memory.peak / GIB:.2f}")
+        row.append("" if one.peak is None else f"{one.peak / GIB:.2f}")
+        chosen = "measured best" if one.step_s is not None and candidate is plan.best else ""
+        table.add_row(*row, one.failure or chosen)
     return table
 
 

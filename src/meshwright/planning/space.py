@@ -22,7 +22,10 @@ MOST_ZBV = 8
 """Pipeline ranks up to which zbv is searched: its order is made by playing it through, which takes long for more."""
 MOST_UNEVEN = 32
 """Stages up to which uneven splits are searched."""
-MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+MICRO_BATCH = 32
+"""Samples of a pass up to which all powers of two are searched; more of them where sequences are short."""
+PASS_TOKENS = 1 << 15
+"""Tokens of a pass up to which that goes on."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,20 @@ class Space:
                     if not self._context_fits(cp, tp) or not question.allows(cp=cp):
                         continue
                     dp = world // (tp * pp * cp)
-                    if question.global_batch % dp or not question.allows(dp=dp):
+                    if question.shared % dp or not question.allows(dp=dp):
                         continue
                     for ep in self._expert_degrees(dp):
-                        # Who splits sequences has no room for several of them at once.
-                        for micro_batch in MICRO_BATCHES if cp == 1 else (1,):
-                            if question.global_batch % (dp * micro_batch) == 0 and question.allows(
-                                ep=ep, micro_batch=micro_batch
-                            ):
+                        for micro_batch in self._micro_batches(question.shared // dp, cp):
+                            if question.allows(ep=ep, micro_batch=micro_batch):
                                 yield Degrees(tp, pp, cp, dp, ep, micro_batch)
+
+    def _micro_batches(self, share: int, cp: int) -> list[int]:
+        """Powers of two that divide a rank's share, and the whole of it, unless that is long."""
+        if cp > 1:
+            return [1]  # Who splits sequences has no room for several of them at once.
+        most = max(MICRO_BATCH, PASS_TOKENS // self.question.sequence_length)
+        found = [1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most]
+        return found if share in found or share > most else [*found, share]
 
     def _context_fits(self, cp: int, tp: int) -> bool:
         """Context parallel in powers of two, with at least 2048 tokens for each rank."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import ceil
 
+from meshwright.cuts import SMALL_UNIT
 from meshwright.planning import blocks
 from meshwright.planning.links import Group, group_of
 from meshwright.planning.operations import Operations
 from meshwright.planning.scenario import Scenario
 
-ADAM_BYTES = 30
-"""Read and written for each parameter that an optimizer step updates: two moments, gradient, wide and narrow copy."""
 HOST_LINK = 25e9
 """Bytes per second between a chip and its host, one way."""
 HOST_ADAM = 12e9
@@ -43,27 +43,35 @@ class StateTimes:
             return 0.0, 0.0
         links = self.operations.links
         elements, experts = self._parameters(part)
-        layers = max(1, len(part))
+        # The ends are a unit of their own.
+        units = self._units(part) + 1
         if layout.zero == 2:
             # Gradients of every micro-batch are scattered; parameters stay gathered for the step.
             return 0.0, self.operations.hide(
-                layers * links.half(self.shard_group, elements * software.reduce_bytes / layers),
+                units * links.unit(self.shard_group, elements * software.reduce_bytes / units, "reduce_scatter"),
                 backward,
-                1 / layers,
+                1 / max(1, len(part)),
             )
-        gather = layers * links.half(self.shard_group, elements * software.gather_bytes / layers)
-        scatter = layers * links.half(self.shard_group, elements * software.reduce_bytes / layers)
+        gather = units * links.unit(self.shard_group, elements * software.gather_bytes / units)
+        scatter = units * links.unit(self.shard_group, elements * software.reduce_bytes / units, "reduce_scatter")
         if experts:
             group = Group(layout.expert_state_ranks, 1) if layout.expert_state_ranks > 1 else Group(1, 1)
-            gather += layers * links.half(group, experts * software.gather_bytes / layers)
-            scatter += layers * links.half(group, experts * software.reduce_bytes / layers)
+            gather += units * links.unit(group, experts * software.gather_bytes / units)
+            scatter += units * links.unit(group, experts * software.reduce_bytes / units, "reduce_scatter")
         # The first layer's gather and the last one's scatter have nothing to hide behind.
-        edge = 1 / layers
+        edge = 1 / max(1, len(part))
         shown = self.operations.hide(gather, forward, edge), self.operations.hide(gather + scatter, backward, edge)
         if layout.offload == "parameters":
             moved = elements * software.gather_bytes / layout.state_ranks / HOST_LINK
             shown = shown[0] + moved, shown[1] + moved
         return shown
+
+    def _units(self, part: range) -> int:
+        """Modules of a stage that are gathered by themselves: layers, small ones with their neighbours."""
+        spec, layout = self.scenario.spec, self.scenario.layout
+        sparse = spec.experts is not None and spec.is_sparse(part.start)
+        held = blocks.layer_parameters(spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+        return max(1, ceil(len(part) / ceil(SMALL_UNIT / held.plain)))
 
     def _parameters(self, part: range) -> tuple[float, float]:
         """Elements of a stage on one rank before sharding: plain ones and dealt-out experts."""
@@ -134,6 +142,6 @@ class StateTimes:
             if ranks is None or rank in ranks
         )
         if layout.offload == "none":
-            return most * ADAM_BYTES / self.operations.memory, 0.0
+            return self.operations.update(most), 0.0
         # Gradients go down and parameters come back; the host's cores update them.
         return 0.0, most * OFFLOAD_S

@@ -12,9 +12,9 @@ from math import log2
 
 from meshwright.planning import pipeline
 from meshwright.planning.layer_times import LayerTimes
-from meshwright.planning.operations import Operations
+from meshwright.planning.measured import operations_of
 from meshwright.planning.pipeline import StageTimes
-from meshwright.planning.scenario import Layout, Scenario
+from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants, Software
 from meshwright.planning.state_times import StateTimes
 from meshwright.schedules import splits_backward
@@ -34,6 +34,8 @@ class Parts:
     optimizer: float = 0.0
     offload: float = 0.0
     other: float = 0.0
+    correction: float = 0.0
+    """What runs on these machines took beyond the estimate."""
 
     @property
     def total(self) -> float:
@@ -81,7 +83,7 @@ class Timer:
 
     def __init__(self, scenario: Scenario, constants: Constants) -> None:
         self.scenario = scenario
-        self.operations = Operations(scenario, constants)
+        self.operations = operations_of(scenario, constants)
         self.layers = LayerTimes(scenario, self.operations)
         self.states = StateTimes(scenario, self.operations)
         self._flows: dict[tuple[object, ...], Flow] = {}
@@ -100,7 +102,7 @@ class Timer:
     def parts(self, simulate: bool = True) -> Parts:
         """The step; without simulation a lower bound of the pipeline's length stands in for it."""
         flow = self._flow()
-        length = length_of(self.scenario.layout, flow, simulate)
+        length = length_of(self.scenario, flow, simulate)
         reduction = self.states.reduction(flow.slowest, flow.forward, flow.backward)
         return parts_of(self.scenario, self.operations.software, flow, length, reduction, self.states.update())
 
@@ -111,7 +113,7 @@ class Timer:
     def without_gaps(self) -> float:
         """Seconds of the step if no rank ever waited for another and all had the same work: below any schedule."""
         parts, flow = self.parts(simulate=False), self._flow()
-        return parts.total - parts.bubble - flow.micro_steps * (flow.work - flow.mean)
+        return parts.total - length_of(self.scenario, flow, simulate=False) + flow.micro_steps * flow.mean
 
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
@@ -221,28 +223,38 @@ def flow_of(scenario: Scenario, found: Sequence[Passes], transfer: float) -> Flo
     )
 
 
-def length_of(layout: Layout, flow: Flow, simulate: bool) -> float:
+def length_of(scenario: Scenario, flow: Flow, simulate: bool) -> float:
     """Seconds from the first pass to the last, or a bound below which they cannot be."""
+    layout = scenario.layout
     if layout.pp == 1:
         return flow.micro_steps * flow.work
     if simulate:
         if flow.simulated is None:
-            flow.simulated = pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+            length = pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+            flow.simulated = _on_shared_cores(scenario, flow, length)
         return flow.simulated
     if flow.bound is None:
-        flow.bound = pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+        length = pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+        flow.bound = _on_shared_cores(scenario, flow, length)
     return flow.bound
+
+
+def _on_shared_cores(scenario: Scenario, flow: Flow, length: float) -> float:
+    """A pipeline's length where ranks share cores: a rank that waits leaves its share to the others."""
+    share = scenario.cluster.share
+    return length if share == 1 else max(length * share, flow.micro_steps * flow.mean)
 
 
 def parts_of(
     scenario: Scenario, software: Software, flow: Flow, length: float, reduction: float, update: tuple[float, float]
 ) -> Parts:
     """A step whose passes take so long, with what comes once a step: sums over data ranks, the optimizer."""
-    micro_steps = flow.micro_steps
     optimizer, offload = update
     steady = length + reduction + optimizer + offload
     nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
     other = software.step_s + (steady * software.jitter * log2(nodes) if nodes > 1 else 0.0)
+    # Ranks that share cores have those of the ones that wait: together they can be faster than the slowest alone.
+    micro_steps = flow.micro_steps * min(1.0, length / (flow.micro_steps * flow.work))
     spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
     return Parts(
         compute=micro_steps * (flow.work - spent),

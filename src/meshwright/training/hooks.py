@@ -57,7 +57,7 @@ class Events(Hook):
         folder = trainer.job.folder
         if trainer.finished:
             return
-        folder.write_config(trainer.config)
+        folder.write_config(trainer.planned.asked)
         folder.forget_metrics_after(trainer.step)
         if not folder.tokenizer.exists():
             trainer.job.tokenizer.save(folder.tokenizer)

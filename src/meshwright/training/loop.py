@@ -26,6 +26,7 @@ from meshwright.parallel.world import World, pick_device
 from meshwright.training.checkpoints import load_newest
 from meshwright.training.hooks import Hook
 from meshwright.training.job import make_job
+from meshwright.training.planned import Planned, agree
 from meshwright.training.rollback import GoBack, Rollbacks, roll_back
 from meshwright.training.step import TrainingStep
 
@@ -33,9 +34,16 @@ from meshwright.training.step import TrainingStep
 class TrainingLoop:
     """Trains one configuration on one rank; `train()` runs to the end, a stop request or an error."""
 
-    def __init__(self, config: RunConfig, world: World | None = None, hooks: Sequence[Hook] = ()) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World | None = None,
+        hooks: Sequence[Hook] = (),
+        planned: Planned | None = None,
+    ) -> None:
         self.world = world or World(device=pick_device(config.run.device, 0))
-        self.config = config
+        self.planned = planned or agree(config, self.world)
+        self.config = config = self.planned.config
         self.job = make_job(config, self.world.size)
         # Held from before the checkpoints are read until the end, so that no other training changes them meanwhile.
         # A launcher that looks after restarts holds it for all of them.

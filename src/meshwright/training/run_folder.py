@@ -36,6 +36,7 @@ class RunFolder:
         self.ledger = self.path / "ledger.jsonl"
         self.rollbacks = self.path / "rollbacks.json"
         self.micro_batch = self.path / "micro_batch.json"
+        self.plan = self.path / "plan.json"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
         self.tokenizer = self.path / "tokenizer"

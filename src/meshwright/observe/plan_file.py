@@ -1,0 +1,96 @@
+"""plan.json: what was expected of the run's strategy, and at its end what came of it, which the next plan knows."""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+from typing import Any
+
+import torch
+
+from meshwright.errors import UserError
+from meshwright.files import write_atomically
+from meshwright.planning.answer import candidate_json
+from meshwright.planning.corrections import observe
+from meshwright.planning.question import Candidate, estimate
+from meshwright.strategy import Strategy
+from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.loop import TrainingLoop
+from meshwright.training.planned import predict, question_of
+
+GIB = 2.0**30
+LEAST_STEPS = 20
+"""Steps of a run from which something is learned."""
+WARM = 5
+"""Steps at the start that do not count: kernels are chosen and memory is reserved in them."""
+
+
+class PlanFile(Hook):
+    """Writes plan.json on the first rank, and compares at the end."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {}
+        self.expected: Candidate | None = None
+        self.plain: Candidate | None = None
+        """The same without what earlier runs have shown."""
+        self.seconds: list[float] = []
+
+    def at_start(self, trainer: TrainingLoop) -> None:
+        if not trainer.world.is_first or trainer.finished:
+            return
+        planned, config = trainer.planned, trainer.config
+        self.facts = {
+            "schema": 1,
+            "question": question_of(planned.asked, trainer.world.size),
+            "strategy": planned.strategy,
+            "micro_batch": planned.micro_batch,
+            "expected": None,
+            "measured": None,
+            "answer": planned.answer,
+        }
+        strategy = Strategy.parse(planned.strategy, trainer.world.size)
+        try:
+            plan = predict(config, strategy, planned.local or trainer.world.size)
+        except UserError as error:
+            self.facts["expected"] = {"unknown": str(error)}
+        else:
+            shown = plan.candidates[0]
+            self.facts["expected"] = candidate_json(plan, shown)
+            self.expected, self.plain = shown, estimate(plan.question, strategy, shown.micro_batch)
+        self._write(trainer)
+
+    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        self.seconds.append(metrics["step_s"])
+
+    def at_rollback(self, trainer: TrainingLoop) -> None:
+        self.seconds.clear()
+
+    def at_end(self, trainer: TrainingLoop) -> None:
+        peak = float(trainer.world.gather(torch.tensor([peak_memory(trainer.world.device)], dtype=torch.float64)).max())
+        counted = self.seconds[WARM:]
+        if not trainer.world.is_first or len(counted) < LEAST_STEPS:
+            return
+        step_s = statistics.median(counted)
+        self.facts["measured"] = {"step_time_s": step_s, "peak_gib": peak / GIB, "steps": len(counted)}
+        if self.expected is not None and self.plain is not None:
+            off = {"step_time": step_s / self.expected.step_s - 1, "peak": peak / self.expected.memory.peak - 1}
+            self.facts["measured"]["beyond_expected"] = off
+            observe(self.plain, step_s, peak)
+            times = f"a step took {step_s:.3g} s, expected {self.expected.step_s:.3g} ({off['step_time']:+.0%})"
+            sizes = f"{peak / GIB:.2f} GiB, expected {self.expected.memory.peak / GIB:.2f} ({off['peak']:+.0%})"
+            print(f"plan   {times}; at the peak {sizes}", flush=True)
+        self._write(trainer)
+
+    def _write(self, trainer: TrainingLoop) -> None:
+        trainer.job.folder.check_generation()
+        write_atomically(trainer.job.folder.plan, json.dumps(self.facts, indent=1) + "\n")
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes that this process held at most: on a GPU what torch has reserved, with the driver's own share."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        beside = total - free - torch.cuda.memory_reserved(device)
+        return float(torch.cuda.max_memory_reserved(device) + max(0, beside))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
