@@ -46,7 +46,7 @@ def search_groups(question: Question, objective: str = "throughput", keep: int =
     found: list[Candidate] = []
     estimated = bounded = 0
     nearest = None
-    for kind in kinds(question.cluster):
+    for kind in [] if question.all_chips else kinds(question.cluster):
         try:
             one = search(replace(question, cluster=kind), objective, keep)
         except UserError:

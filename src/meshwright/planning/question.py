@@ -38,6 +38,8 @@ class Question:
     software: str = "meshwright"
     batches: tuple[int, ...] = ()
     """Other global batches that the ranks must be able to share."""
+    all_chips: bool = False
+    """Whether all machines must work, also those of a slow kind."""
     left_out: frozenset[tuple[str, int]] = frozenset()
     """Strategies and micro-batches that are not searched, because more is known of them than an estimate."""
     learned: Learned = field(default_factory=Learned, compare=False, repr=False)
