@@ -61,6 +61,11 @@ class Cluster:
         return sum(group.gpus * group.chip.peak(dtype) for group in self.kinds) / self.gpus
 
     @property
+    def hourly(self) -> float:
+        """Money for an hour of all of them; where a price is not known, how many there are."""
+        return self.gpus * (1.0 if self.price is None else self.price)
+
+    @property
     def nodes(self) -> int:
         """Machines, the last one perhaps not full."""
         if self.groups:

@@ -273,7 +273,7 @@ def plan(
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question))
-    by = "memory" if objective == "memory" else "throughput"
+    by = objective if objective in ("memory", "cost") else "throughput"
     known = _known(question)
     found = search(_beyond(question, known), objective)
     ranked = _shown(question, [*known, *found.ranked[:SHOWN]], by)

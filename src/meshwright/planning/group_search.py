@@ -44,28 +44,30 @@ def search_groups(question: Question, objective: str = "throughput", keep: int =
     """The best way to use chips of several kinds, and the best strategy of each way."""
     ways: dict[str, Candidate | None] = {}
     found: list[Candidate] = []
+    by = "memory" if objective == "memory" else "throughput"
     estimated = bounded = 0
     nearest = None
     for kind in [] if question.all_chips else kinds(question.cluster):
         try:
-            one = search(replace(question, cluster=kind), objective, keep)
+            one = search(replace(question, cluster=kind), by, keep)
         except UserError:
             # Its number divides no batch, or meets no constraint.
             one = Found(None, [], None, 0, 0)
         ways[f"only {kind}"] = one.best
         found += one.ranked
         estimated, bounded, nearest = estimated + one.estimated, bounded + one.bounded, nearest or one.nearest
-    alike, failing = _at_the_pace(question, objective, keep)
+    alike, failing = _at_the_pace(question, by, keep)
     ways[PACE] = alike[0] if alike else None
     found += alike
-    best = min((one.score(objective)[0] for one in found), default=float("inf"))
-    for name in (STAGES, SHARES):
+    best = min((one.score(by)[0] for one in found), default=float("inf"))
+    # What needs the least memory has nothing to do with speed.
+    for name in (STAGES, SHARES) if by == "throughput" else ():
         searched = _Uneven(question, name)
         own = searched.run(best * SLOWER)
         ways[name] = own[0] if own else None
         found += own
         estimated, bounded = estimated + searched.estimated, bounded + searched.bounded
-        best = min([best, *(one.score(objective)[0] for one in own[:1])])
+        best = min([best, *(one.score(by)[0] for one in own[:1])])
     found.sort(key=lambda one: one.score(objective))
     nearest = failing or nearest
     if not found and (nearest is None or nearest.fits):

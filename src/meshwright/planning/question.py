@@ -134,7 +134,8 @@ class Candidate:
         order = (self.features, strategy.zero, strategy.tp, strategy.pp, strategy.cp, strategy.ep, -self.micro_batch)
         if objective == "memory":
             return (self.memory.peak, self.step_s, *order)
-        return (self.step_s * (1 + FEATURE * self.features), *order)
+        time = self.step_s * (1 + FEATURE * self.features)
+        return (time * self.scenario.cluster.hourly if objective == "cost" else time, *order)
 
 
 @dataclass
