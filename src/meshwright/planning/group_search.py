@@ -218,7 +218,7 @@ class _Uneven:
             if degrees.pp > 1:
                 sizes = self._by_chip(ordered, degrees, timers)
                 if sizes is not None:
-                    splits = [*splits, "+".join(map(str, sizes)), *self._relieved(ordered, degrees, sizes)]
+                    splits = [*splits, *self._held(ordered, degrees, sizes)]
             for layers in dict.fromkeys(splits):
                 chosen = replace(ordered, layers=layers)
                 if allowed(self.question, chosen):
@@ -243,13 +243,12 @@ class _Uneven:
         if degrees.pp == 1:
             return memory_on(self.question.scenario(layout, degrees.micro_batch)).verdict == "fits"
         even = stage_layers(self.question.spec, degrees.pp, "even")
-        return bool(self._relieved(layout, degrees, [len(part) for part in even]))
+        return bool(self._held(layout, degrees, [len(part) for part in even]))
 
-    def _relieved(self, layout: Layout, degrees: Degrees, sizes: list[int]) -> list[str]:
-        """Where a stage has more layers than its chip can hold, those that it can, and the others more."""
+    def _held(self, layout: Layout, degrees: Degrees, sizes: list[int]) -> list[str]:
+        """The split, if it can fit; where a stage has more layers than its chip can hold, those that it can, and the
+        others more; else nothing."""
         sizes = list(sizes)
-        if layout.chunks > 1:
-            return []
         fullest, before = replace(layout, recompute=most_recompute(self.question)), float("inf")
         while True:
             split = replace(fullest, layers="+".join(map(str, sizes)))
@@ -258,7 +257,7 @@ class _Uneven:
                 return [split.layers]
             filled = [terms.total / memory.room(rank) for rank, terms in enumerate(memory.stages)]
             source, target = memory.fullest, min(range(len(filled)), key=lambda rank: filled[rank])
-            if source == target or sizes[source] == 1 or filled[source] >= before:
+            if layout.chunks > 1 or source == target or sizes[source] == 1 or filled[source] >= before:
                 return []
             before = filled[source]
             sizes[source] -= 1
@@ -323,7 +322,8 @@ class _Uneven:
             sizes = [int(size) for size in best.scenario.layout.layers.split("+")]
             for other in moves(sizes):
                 split = replace(best.scenario.layout, layers="+".join(map(str, other)), recompute="none")
-                if not allowed(self.question, split):
+                least = self._timer(split, degrees, timers).parts(simulate=False).total
+                if least >= best.step_s or not allowed(self.question, split):
                     continue
                 for memory, chosen in self._with_recompute(split, degrees):
                     score = best.score("throughput")[0]
