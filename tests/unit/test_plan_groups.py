@@ -156,7 +156,7 @@ def everything(asked: Question, way: str) -> Iterator[Candidate]:
 def _dealt(
     asked: Question, space: Space, degrees: Degrees, zero: int, way: str
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    schedules = dict.fromkeys(schedule for schedule, _ in space.orders(degrees, zero))
+    schedules = space.schedules(degrees, zero)
     if way == STAGES and degrees.pp > 1:
         for schedule in schedules:
             stages = degrees.pp * Layout(pp=degrees.pp, schedule=schedule).chunks
@@ -267,3 +267,23 @@ def test_words_name_stages_and_shares() -> None:
         "ranks 0-3 on fast: data ranks 0-3, 3 shares each",
         "ranks 4-7 on slow: data ranks 4-7, 1 share each",
     ]
+
+
+def test_the_cheapest_way_counts_the_chips_that_it_uses() -> None:
+    fast, slow = chips("fast", 900, 80, 4), chips("slow", 300, 80, 4)
+    priced = question(together([replace(fast, price=3.0), replace(slow, price=2.5)]), 128)
+    quickest, cheapest = search(priced).best, search(priced, "cost").best
+    assert quickest is not None
+    assert cheapest is not None
+    assert quickest.scenario.cluster.gpus == 8
+    assert str(cheapest.scenario.cluster) == "4 x fast"
+    given_away = question(together([replace(fast, price=3.0), replace(slow, price=0.01)]), 128)
+    found = search(given_away, "cost").best
+    assert found is not None
+    assert str(found.scenario.cluster) == "4 x slow"
+
+
+def test_the_least_memory_is_planned_without_regard_to_speed() -> None:
+    found = search(question(FAST_AND_SLOW, 64), "memory")
+    assert found.best is not None
+    assert found.best.memory.peak == min(one.memory.peak for one in found.ranked)

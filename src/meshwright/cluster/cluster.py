@@ -61,6 +61,11 @@ class Cluster:
         return sum(group.gpus * group.chip.peak(dtype) for group in self.kinds) / self.gpus
 
     @property
+    def hourly(self) -> float:
+        """Money for an hour of all of them; where a price is not known, how many there are."""
+        return self.gpus * (1.0 if self.price is None else self.price)
+
+    @property
     def nodes(self) -> int:
         """Machines, the last one perhaps not full."""
         if self.groups:
@@ -241,6 +246,8 @@ def cpu_ranks(ranks: int) -> Cluster:
 
 def with_calibration(cluster: Cluster) -> Cluster:
     """The same, with what was measured on this machine's chips if they are of that kind."""
+    if cluster.groups:
+        return _together([with_calibration(group) for group in cluster.groups], cluster.note)
     if cluster.chip.key == "cpu":
         return cluster
     calibration, ignored = read_calibration(cluster.chip.key)

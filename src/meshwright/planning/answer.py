@@ -242,11 +242,13 @@ def plan(
     tokens: float | None = None,
     compare: bool = True,
     batches: Iterable[int] = (),
+    all_chips: bool = False,
 ) -> Plan:
     """Which strategy trains a model best on a cluster, whether it fits, how fast, and why.
 
     With `strategy` that one is estimated instead of searched for. `compare` adds the runners-up of other families and
-    fewer chips. `batches` are other global batches that the ranks must be able to share too.
+    fewer chips. `batches` are other global batches that the ranks must be able to share too. With `all_chips`, machines
+    of a slow kind are not left out.
     """
     name, spec = read_model(model)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -263,6 +265,7 @@ def plan(
         precision,
         parse_constraints(texts),
         batches=tuple(batches),
+        all_chips=all_chips,
         learned=learned_of(machines),
     )
     _check_precision(question)
@@ -270,7 +273,7 @@ def plan(
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question))
-    by = "memory" if objective == "memory" else "throughput"
+    by = objective if objective in ("memory", "cost") else "throughput"
     known = _known(question)
     found = search(_beyond(question, known), objective)
     ranked = _shown(question, [*known, *found.ranked[:SHOWN]], by)

@@ -24,7 +24,7 @@ from meshwright.planning.group_times import GroupTimer, memory_on, on_group
 from meshwright.planning.memory import Memory
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features, estimate
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import search
+from meshwright.planning.search import no_degrees, search
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Timer
 from meshwright.stages import stage_layers
@@ -44,41 +44,48 @@ def search_groups(question: Question, objective: str = "throughput", keep: int =
     """The best way to use chips of several kinds, and the best strategy of each way."""
     ways: dict[str, Candidate | None] = {}
     found: list[Candidate] = []
+    by = "memory" if objective == "memory" else "throughput"
     estimated = bounded = 0
     nearest = None
-    for kind in kinds(question.cluster):
+    for kind in [] if question.all_chips else kinds(question.cluster):
         try:
-            one = search(replace(question, cluster=kind), objective, keep)
+            one = search(replace(question, cluster=kind), by, keep)
         except UserError:
             # Its number divides no batch, or meets no constraint.
             one = Found(None, [], None, 0, 0)
         ways[f"only {kind}"] = one.best
         found += one.ranked
         estimated, bounded, nearest = estimated + one.estimated, bounded + one.bounded, nearest or one.nearest
-    alike = _at_the_pace(question, objective, keep)
+    alike, failing = _at_the_pace(question, by, keep)
     ways[PACE] = alike[0] if alike else None
     found += alike
-    best = min((one.score(objective)[0] for one in found), default=float("inf"))
-    for name in (STAGES, SHARES):
+    best = min((one.score(by)[0] for one in found), default=float("inf"))
+    # What needs the least memory has nothing to do with speed.
+    for name in (STAGES, SHARES) if by == "throughput" else ():
         searched = _Uneven(question, name)
         own = searched.run(best * SLOWER)
         ways[name] = own[0] if own else None
         found += own
         estimated, bounded = estimated + searched.estimated, bounded + searched.bounded
-        best = min([best, *(one.score(objective)[0] for one in own[:1])])
+        best = min([best, *(one.score(by)[0] for one in own[:1])])
     found.sort(key=lambda one: one.score(objective))
+    nearest = failing or nearest
+    if not found and (nearest is None or nearest.fits):
+        raise UserError(no_degrees(question))
     return Found(found[0] if found else None, found[:keep], nearest, estimated, bounded, ways)
 
 
-def _at_the_pace(question: Question, objective: str, keep: int) -> list[Candidate]:
-    """What is best where all chips are like the slowest one, as it is on those that there are."""
+def _at_the_pace(question: Question, objective: str, keep: int) -> tuple[list[Candidate], Candidate | None]:
+    """What is best where all chips are like the slowest one, as it is on those that there are; or the nearest to it."""
     slowest = replace(question, cluster=replace(question.cluster, groups=()))
     try:
         found = search(slowest, objective, keep)
     except UserError:
-        return []
+        return [], None
     checked = [estimate(question, one.strategy, one.micro_batch) for one in found.ranked[:RECHECKED]]
-    return sorted((one for one in checked if one.fits), key=lambda one: one.score(objective))
+    best = sorted((one for one in checked if one.fits), key=lambda one: one.score(objective))
+    closest = found.nearest and estimate(question, found.nearest.strategy, found.nearest.micro_batch)
+    return best, closest
 
 
 class _Uneven:
@@ -88,8 +95,8 @@ class _Uneven:
         self.question, self.way = question, way
         # The number of ranks must not divide the batch where shares do.
         world = question.cluster.gpus
-        relaxed = replace(question, cluster=replace(question.cluster, groups=()), global_batch=32 * world)
-        self.space = Space(relaxed if way == SHARES else replace(relaxed, global_batch=question.global_batch))
+        alike = replace(question, cluster=replace(question.cluster, groups=()))
+        self.space = Space(replace(alike, global_batch=32 * world, batches=()) if way == SHARES else alike)
         self.estimated = self.bounded = 0
         self._paces: dict[tuple[int, ...], float] = {}
         self._sizes: dict[tuple[object, ...], list[int] | None] = {}
@@ -163,7 +170,7 @@ class _Uneven:
         shares = [(0.0, "even")]
         if self.way == SHARES:
             timer = GroupTimer(self.question.scenario(base, degrees.micro_batch), self.question.known, timers)
-            shares = shares_by_chip(timer, self.question.global_batch)
+            shares = shares_by_chip(timer, self.question.shared)
         for least, dealt in shares:
             if least >= best:
                 return
@@ -192,7 +199,9 @@ class _Uneven:
         for least, layout in sorted(rough, key=lambda one: (one[0], str(one[1].strategy()))):
             if least >= best:
                 return
-            for memory, chosen in self._with_recompute(layout, degrees):
+            used = count_features(layout)
+            enough = best > least * (1 + FEATURE * (used + 1)) / (1 + FEATURE * used)
+            for memory, chosen in self._with_recompute(layout, degrees, again=enough):
                 candidate = self._candidate(chosen, degrees.micro_batch, memory, timers, best)
                 if candidate is not None:
                     best = min(best, candidate.score("throughput")[0])
@@ -203,14 +212,13 @@ class _Uneven:
 
     def _orders(self, degrees: Degrees, layout: Layout, timers: dict[tuple[int, int], Timer]) -> Iterator[Layout]:
         """With all schedules, and the layers of each stage."""
-        schedules = dict.fromkeys(schedule for schedule, _ in self.space.orders(degrees, layout.zero))
-        for schedule in schedules:
+        for schedule in self.space.schedules(degrees, layout.zero):
             ordered = replace(layout, schedule=schedule)
             splits = self.space.splits(degrees.pp, schedule) if self.way == SHARES else []
             if degrees.pp > 1:
                 sizes = self._by_chip(ordered, degrees, timers)
                 if sizes is not None:
-                    splits = [*splits, "+".join(map(str, sizes)), *self._relieved(ordered, degrees, sizes)]
+                    splits = [*splits, *self._held(ordered, degrees, sizes)]
             for layers in dict.fromkeys(splits):
                 chosen = replace(ordered, layers=layers)
                 if allowed(self.question, chosen):
@@ -235,13 +243,12 @@ class _Uneven:
         if degrees.pp == 1:
             return memory_on(self.question.scenario(layout, degrees.micro_batch)).verdict == "fits"
         even = stage_layers(self.question.spec, degrees.pp, "even")
-        return bool(self._relieved(layout, degrees, [len(part) for part in even]))
+        return bool(self._held(layout, degrees, [len(part) for part in even]))
 
-    def _relieved(self, layout: Layout, degrees: Degrees, sizes: list[int]) -> list[str]:
-        """Where a stage has more layers than its chip can hold, those that it can, and the others more."""
+    def _held(self, layout: Layout, degrees: Degrees, sizes: list[int]) -> list[str]:
+        """The split, if it can fit; where a stage has more layers than its chip can hold, those that it can, and the
+        others more; else nothing."""
         sizes = list(sizes)
-        if layout.chunks > 1:
-            return []
         fullest, before = replace(layout, recompute=most_recompute(self.question)), float("inf")
         while True:
             split = replace(fullest, layers="+".join(map(str, sizes)))
@@ -250,14 +257,14 @@ class _Uneven:
                 return [split.layers]
             filled = [terms.total / memory.room(rank) for rank, terms in enumerate(memory.stages)]
             source, target = memory.fullest, min(range(len(filled)), key=lambda rank: filled[rank])
-            if source == target or sizes[source] == 1 or filled[source] >= before:
+            if layout.chunks > 1 or source == target or sizes[source] == 1 or filled[source] >= before:
                 return []
             before = filled[source]
             sizes[source] -= 1
             sizes[target] += 1
 
-    def _with_recompute(self, layout: Layout, degrees: Degrees) -> Iterator[tuple[Memory, Layout]]:
-        """What fits of none, selective, first:N with the least N, and full."""
+    def _with_recompute(self, layout: Layout, degrees: Degrees, again: bool = True) -> Iterator[tuple[Memory, Layout]]:
+        """What fits of none, and, if recompute can be worth it, of selective, first:N with the least N, and full."""
         question, layers = self.question, self.question.spec.num_hidden_layers
 
         def memory(recompute: str) -> Memory:
@@ -266,6 +273,8 @@ class _Uneven:
         none = memory("none")
         if question.allows(recompute="none") and none.verdict == "fits":
             yield none, layout
+            return
+        if not again:
             return
         full = memory("full")
         if question.allows(recompute="selective"):
@@ -289,6 +298,8 @@ class _Uneven:
         self, layout: Layout, micro_batch: int, memory: Memory, timers: dict[tuple[int, int], Timer], best: float
     ) -> Candidate | None:
         """The candidate, unless it cannot be better than the best."""
+        if self.question.leaves_out(layout, micro_batch):
+            return None
         self.estimated += 1
         scenario = self.question.scenario(layout, micro_batch)
         timer = GroupTimer(scenario, self.question.known, timers)
@@ -311,7 +322,8 @@ class _Uneven:
             sizes = [int(size) for size in best.scenario.layout.layers.split("+")]
             for other in moves(sizes):
                 split = replace(best.scenario.layout, layers="+".join(map(str, other)), recompute="none")
-                if not allowed(self.question, split):
+                least = self._timer(split, degrees, timers).parts(simulate=False).total
+                if least >= best.step_s or not allowed(self.question, split):
                     continue
                 for memory, chosen in self._with_recompute(split, degrees):
                     score = best.score("throughput")[0]

@@ -77,7 +77,7 @@ def moves(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def shares_by_chip(timer: GroupTimer, batch: int) -> list[tuple[float, str]]:
-    """Shares of the data-parallel ranks that divide the batch, each with the least seconds of a step; best first.
+    """Shares of the data-parallel ranks that divide all batches, each with the least seconds of a step; best first.
 
     Nothing where all data-parallel ranks have the same chips.
     """
@@ -98,7 +98,7 @@ def shares_by_chip(timer: GroupTimer, batch: int) -> list[tuple[float, str]]:
             for rank in ranks[kind]:
                 each[rank] = number
         shares = Strategy(replicate=layout.dp, shares="+".join(map(str, each))).shares
-        found.append((longest * batch / (parts * scenario.micro_batch), shares))
+        found.append((longest * scenario.global_batch / (parts * scenario.micro_batch), shares))
     return sorted(found)
 
 

@@ -90,7 +90,7 @@ def ways(found: Found | None) -> list[str]:
             lines.append(f"{name}: nothing fits, or it is more than {SLOWER - 1:.0%} slower")
             continue
         slower = candidate.step_s / best.step_s - 1
-        word = "the choice" if candidate == best else f"{slower:+.1%}" if slower > 0 else f"{slower:+.1%}, not worth it"
+        word = "the choice" if candidate == best else f"{slower:+.1%}"
         lines.append(f"{name}: {candidate.strategy}, {candidate.step_s:.3f} s ({word})")
     return lines
 

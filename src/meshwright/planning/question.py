@@ -38,6 +38,8 @@ class Question:
     software: str = "meshwright"
     batches: tuple[int, ...] = ()
     """Other global batches that the ranks must be able to share."""
+    all_chips: bool = False
+    """Whether all machines must work, also those of a slow kind."""
     left_out: frozenset[tuple[str, int]] = frozenset()
     """Strategies and micro-batches that are not searched, because more is known of them than an estimate."""
     learned: Learned = field(default_factory=Learned, compare=False, repr=False)
@@ -132,7 +134,8 @@ class Candidate:
         order = (self.features, strategy.zero, strategy.tp, strategy.pp, strategy.cp, strategy.ep, -self.micro_batch)
         if objective == "memory":
             return (self.memory.peak, self.step_s, *order)
-        return (self.step_s * (1 + FEATURE * self.features), *order)
+        time = self.step_s * (1 + FEATURE * self.features)
+        return (time * self.scenario.cluster.hourly if objective == "cost" else time, *order)
 
 
 @dataclass
@@ -163,7 +166,8 @@ def count_features(strategy: Strategy | Layout) -> int:
 def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candidate:
     """One strategy, whether it fits or not."""
     scenario = question.scenario(strategy, micro_batch)
-    origin = "calibrated" if question.cluster.speeds is not None else "estimated"
+    measured = all(group.speeds is not None for group in question.cluster.kinds)
+    origin = "calibrated" if measured else "estimated"
     memory, parts = memory_on(scenario), timer_on(scenario, question.known).parts()
     return Candidate(strategy, micro_batch, scenario, memory, parts, origin)
 

@@ -234,6 +234,7 @@ def _ask(config: RunConfig, world: int, local: int) -> Planned:
         **_settings(config),
         constraints=_constraints(config),
         batches=batch_schedule(config).sizes(),
+        all_chips=True,
     )
     if made.best is None:
         nearest = made.shown
