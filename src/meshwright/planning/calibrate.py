@@ -197,7 +197,7 @@ def _crowd(run: Run, ranks: int, sizes: Sizes) -> Speeds:
     speeds = _with_exchanges(_computed(raw["computing"], sizes), ranks, raw)
     # A GPU waits for its host or does not: what a micro-step costs more than its layers is put to them.
     factor = 1 + speeds.micro_s / (LAYERS * sum(speeds.layer_s))
-    layer_s, experts_s = ([one * factor for one in held] for held in (speeds.layer_s, speeds.experts_s))
+    layer_s, experts_s = (tuple(one * factor for one in held) for held in (speeds.layer_s, speeds.experts_s))
     return replace(speeds, layer_s=layer_s, experts_s=experts_s, micro_s=0.0)
 
 
