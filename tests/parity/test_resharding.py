@@ -71,6 +71,9 @@ def saved(world: World, case: Case, folder: Path, background: bool) -> dict[str,
     (outcome,) = saver.outcomes()
     assert outcome.error is None, outcome.error
     assert not outcome.damage
+    if world.is_first:
+        # What was asked of the disk before anything was written.
+        assert outcome.nbytes == read_manifest(folder / "step-000002").nbytes
     return found
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine
+from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine, with_calibration
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, UserError
 from meshwright.models.spec import ModelSpec
@@ -128,7 +128,7 @@ def machines_of(config: RunConfig, world: int, local: int) -> Cluster:
     """Machines that the ranks are on: parallel.cluster, else ones like this; a UserError if the chip is unknown."""
     if config.parallel.cluster is not None:
         return parse_cluster(config.parallel.cluster).with_gpus(world)
-    here = cpu_ranks(local) if config.run.device == "cpu" else this_machine()
+    here = cpu_ranks(local) if config.run.device == "cpu" else with_calibration(this_machine())
     if here.chip.key == "cpu":
         here = cpu_ranks(min(local, world))
     return here.with_gpus(world)
