@@ -181,6 +181,8 @@ class ParallelSection(_Section):
     best strategy and micro-batch on the ranks there are, with constraints after it: auto tp<=2 zero=3."""
     cluster: str | None = free(None, min_length=1)
     """The machines that auto plans for, such as 64xh100 or a cluster file; None are machines like this one."""
+    retune: bool = free(False)
+    """Measure links and ranks at checkpoints, and change the strategy there when another should be 10% faster."""
 
 
 class CheckpointSection(_Section):

@@ -74,8 +74,8 @@ def wrong_calibration() -> Calibration:
         attention_backward={"float32": ((64.0, 1e10),)},
         memory=1e10,
         passes={"float32": 4.0},
-        layer_s=[5e-4, 1e-3],
-        experts_s=[1e-3, 2e-3],
+        layer_s=(5e-4, 1e-3),
+        experts_s=(1e-3, 2e-3),
         optimizer_s=1e-9,
         step_s=5e-3,
         micro_s=1e-3,
@@ -103,6 +103,9 @@ def test_the_measured_best_is_chosen_where_the_prediction_is_wrong(
     assert tried[0]["predicted"]["step_time_s"] < tried[1]["predicted"]["step_time_s"]
     assert tried[0]["measured"]["step_time_s"] > tried[1]["measured"]["step_time_s"]
     assert found["best"]["strategy"] == found["candidates"][0]["strategy"] == "dp=2"
+    assert found["best"]["origin"] == "measured"
+    assert found["best"]["step_time_s"] == pytest.approx(tried[1]["measured"]["step_time_s"], rel=1e-3)
+    assert "dp=1 tp=2, predicted to be the fastest, took" in " ".join(found["why"])
     assert tomllib.loads(out.read_text())["parallel"]["strategy"] == "dp=2"
     assert "trying 1 of 2" in done.stderr
 

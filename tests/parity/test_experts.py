@@ -1,6 +1,6 @@
 """Expert parallel computes what one process computes: with ZeRO, copies, tensor parallel, recompute and every router.
 
-Float64 cases compare losses and gradient norms to 1e-9 and all final weights, after five steps of AdamW with clipping
+Float64 cases compare losses and gradient norms to 1e-9 and all final weights, after three steps of AdamW with clipping
 and accumulation.
 """
 

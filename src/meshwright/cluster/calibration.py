@@ -40,9 +40,9 @@ class Speeds:
     """Bytes per second, read and written."""
     passes: Mapping[str, float]
     """By dtype: how often a layer's activations go through memory, over the least it takes."""
-    layer_s: Sequence[float]
+    layer_s: tuple[float, ...]
     """Least seconds of a layer's forward and backward pass: what the host takes to start its operations."""
-    experts_s: Sequence[float]
+    experts_s: tuple[float, ...]
     """The same for a layer of experts."""
     optimizer_s: float
     """For each parameter that is updated."""
@@ -67,8 +67,8 @@ class Speeds:
             attention={dtype: slower(rows) for dtype, rows in self.attention.items()},
             attention_backward={dtype: slower(rows) for dtype, rows in self.attention_backward.items()},
             memory=self.memory / factor,
-            layer_s=[value * factor for value in self.layer_s],
-            experts_s=[value * factor for value in self.experts_s],
+            layer_s=tuple(value * factor for value in self.layer_s),
+            experts_s=tuple(value * factor for value in self.experts_s),
             optimizer_s=self.optimizer_s * factor,
             step_s=self.step_s * factor,
             micro_s=self.micro_s * factor,
@@ -161,6 +161,7 @@ def _speeds(table: Mapping[str, Any]) -> Speeds:
     values = dict(table)
     for name in ("products", "attention", "attention_backward"):
         values[name] = {dtype: _points(rows) for dtype, rows in table[name].items()}
+    values |= {name: tuple(table[name]) for name in ("layer_s", "experts_s")}
     values["collectives"] = {
         kind: {str(int(size)): _points(rows) for size, rows in groups.items()}
         for kind, groups in table["collectives"].items()

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ class Cluster:
     note: str = ""
     share: float = 1.0
     """Of a core that each rank has, where ranks share them."""
-    speeds: Speeds | None = None
+    speeds: Speeds | None = field(default=None, hash=False)
     """What was measured on such a chip, where something was."""
     measured: str = ""
     """Where and when that was; or why what is on file is not used."""

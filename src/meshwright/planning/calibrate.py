@@ -32,8 +32,11 @@ from meshwright.planning.measure import ON_CPU, ON_GPU, Sizes
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool
 
-LAYERS, TOKENS, STEPS = 8, 16, 4
+LAYERS, TOKENS, STEPS = 8, 16, 3
 MORE_MICRO_STEPS = 4
+TURNS, BUDGET_S = 3, 100.0
+"""How often everything is measured, as far as seconds last."""
+SPEEDS = ("products", "attention", "attention_backward", "memory")
 TINY = ModelSpec(
     vocab_size=64,
     hidden_size=64,
@@ -48,15 +51,21 @@ TINY_EXPERTS = TINY.model_copy(
     update={"experts": Experts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)}
 )
 Say = Callable[[str], None]
+Run = Callable[..., list[Any]]
+"""Gives what some work found on each of the ranks."""
 
 
 def calibrate(
-    device: str = "auto", say: Say = lambda line: None, crowds: Sequence[int] = CROWDS, on_cpu: Sizes = ON_CPU
+    device: str = "auto",
+    say: Say = lambda line: None,
+    crowds: Sequence[int] = CROWDS,
+    on_cpu: Sizes = ON_CPU,
+    budget_s: float = BUDGET_S,
 ) -> tuple[Calibration, Path]:
     """Measure this machine's GPUs, or its cores where it has none; store it, and say where."""
     started = time.perf_counter()
     use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu))
+    chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu, budget_s))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     found = Calibration(socket.gethostname(), chip, torch.__version__, when, speeds)
     say(f"took {time.perf_counter() - started:.0f} s")
@@ -97,19 +106,32 @@ def lines_of(found: Calibration) -> list[str]:
     return lines
 
 
-def _cores(say: Say, crowds: Sequence[int], on_cpu: Sizes) -> dict[int, Speeds]:
-    found: dict[int, Speeds] = {}
+def _cores(say: Say, crowds: Sequence[int], on_cpu: Sizes, budget_s: float) -> dict[int, Speeds]:
+    """All crowds in turn, and again while there is time: what else a machine does comes and goes."""
     cores = cores_here()
+    raw: dict[int, Any] = {}
+    started = time.perf_counter()
     with RankPool(max(crowds)) as pool:
-        for ranks in crowds:
-            # More ranks than cores take turns, in equal shares: what they compute need not be measured again.
-            computed = None
-            if ranks > cores and found:
-                computed = found[max(found)].scaled(ranks / max(max(found), cores))
-            say(f"{ranks} {'rank' if ranks == 1 else 'ranks at once'}: what they compute, move and exchange")
+        for turn in range(TURNS):
+            for ranks in crowds:
+                say(f"{ranks} {'rank' if ranks == 1 else 'ranks at once'}: what they compute, move and exchange")
+                sizes = on_cpu if ranks == 1 else replace(on_cpu, dtypes=("float32",))
+                # More ranks than cores take turns, in equal shares: what they compute follows.
+                computes = ranks <= cores or ranks == min(crowds)
+                once = _measure(partial(_on_pool, pool, ranks), ranks, sizes, computes)
+                raw[ranks] = _better(raw[ranks], once) if ranks in raw else once
+            if (time.perf_counter() - started) * (turn + 2) / (turn + 1) > budget_s:
+                break
+    found: dict[int, Speeds] = {}
+    for ranks in crowds:
+        if raw[ranks]["computing"] is None:
+            most = max(found)
+            computed = found[most].scaled(ranks / max(most, cores))
+        else:
             sizes = on_cpu if ranks == 1 else replace(on_cpu, dtypes=("float32",))
-            speeds = _crowd(partial(_on_pool, pool, ranks), ranks, sizes, computed)
-            found[ranks] = _with_all_dtypes(speeds, found[1]) if ranks > 1 and computed is None else speeds
+            computed = _computed(raw[ranks]["computing"], sizes)
+            computed = _with_all_dtypes(computed, found[1]) if 1 in found else computed
+        found[ranks] = _with_exchanges(computed, ranks, raw[ranks])
     return found
 
 
@@ -169,24 +191,60 @@ def _write_result(folder: str, work: Callable[..., Any], inputs: tuple[Any, ...]
     (Path(folder) / str(world.rank)).write_text(json.dumps(work(world, *inputs)), encoding="utf-8")
 
 
-def _crowd(run: Callable[..., list[Any]], ranks: int, sizes: Sizes, computed: Speeds | None = None) -> Speeds:
-    """What each of that many ranks reaches; `computed` is what is known of it already."""
-    if computed is None:
-        found = _typical(run(measure.computing, sizes))
-        layers = found.pop("layers")
-        found["passes"] = {dtype: _passes(found, sizes, dtype, layers[dtype]) for dtype in sizes.dtypes}
-        computed = Speeds(ranks=ranks, step_s=0.0, micro_s=0.0, collectives={}, axes={}, **found)
+def _crowd(run: Run, ranks: int, sizes: Sizes) -> Speeds:
+    """What each of that many GPUs reaches."""
+    raw = _measure(run, ranks, sizes, True)
+    speeds = _with_exchanges(_computed(raw["computing"], sizes), ranks, raw)
+    # A GPU waits for its host or does not: what a micro-step costs more than its layers is put to them.
+    factor = 1 + speeds.micro_s / (LAYERS * sum(speeds.layer_s))
+    layer_s, experts_s = (tuple(one * factor for one in held) for held in (speeds.layer_s, speeds.experts_s))
+    return replace(speeds, layer_s=layer_s, experts_s=experts_s, micro_s=0.0)
+
+
+def _measure(run: Run, ranks: int, sizes: Sizes, computes: bool) -> dict[str, Any]:
+    """Everything once, as it was found."""
     collectives: dict[str, dict[str, Any]] = {}
-    groups = [1 << power for power in range(1, ranks.bit_length()) if ranks % (1 << power) == 0]
-    for group in groups:
+    for group in _groups(ranks):
         for kind, rows in _typical(run(measure.talking, sizes, group)).items():
-            collectives.setdefault(kind, {})[str(group)] = tuple(tuple(row) for row in rows)
-    step_s, micro_s, axes = _axes(run, ranks, groups, computed, sizes.on_cpu)
-    if not sizes.on_cpu:
-        # A GPU waits for its host or does not: what a micro-step costs more than its layers is put to them.
-        factor = 1 + micro_s / (LAYERS * sum(computed.layer_s))
-        layer_s, experts_s = ([one * factor for one in held] for held in (computed.layer_s, computed.experts_s))
-        computed, micro_s = replace(computed, layer_s=layer_s, experts_s=experts_s), 0.0
+            collectives.setdefault(kind, {})[str(group)] = rows
+    precision = "float32" if sizes.on_cpu else "bf16"
+    cases = _cases(ranks, sizes.on_cpu)
+    return {
+        "computing": _typical(run(measure.computing, sizes)) if computes else None,
+        "collectives": collectives,
+        "steps": {name: max(run(timed, _case(name, text, ranks, precision))) for name, text in cases.items()},
+    }
+
+
+def _groups(ranks: int) -> list[int]:
+    return [1 << power for power in range(1, ranks.bit_length()) if ranks % (1 << power) == 0]
+
+
+def _better(one: Any, other: Any, fast: bool = False) -> Any:
+    """Of every number in two sets of findings the better one: the larger speed, the shorter time."""
+    if isinstance(one, dict):
+        return {key: _better(one[key], other[key], fast or key in SPEEDS) for key in one}
+    if isinstance(one, list | tuple):
+        # What a row is about is the same in both.
+        return tuple(_better(mine, theirs, fast) for mine, theirs in zip(one, other, strict=True))
+    return None if one is None else max(one, other) if fast else min(one, other)
+
+
+def _computed(found: dict[str, Any], sizes: Sizes) -> Speeds:
+    """What ranks compute and move."""
+    layers = found["layers"]
+    passes = {dtype: _passes(found, sizes, dtype, layers[dtype]) for dtype in sizes.dtypes}
+    held = {name: value for name, value in found.items() if name != "layers"}
+    return Speeds(ranks=1, passes=passes, step_s=0.0, micro_s=0.0, collectives={}, axes={}, **held)
+
+
+def _with_exchanges(computed: Speeds, ranks: int, raw: dict[str, Any]) -> Speeds:
+    """The same with what was found of collectives and of whole steps."""
+    step_s, micro_s, axes = _axes(raw["steps"], computed)
+    collectives = {
+        kind: {size: tuple(tuple(row) for row in rows) for size, rows in groups.items()}
+        for kind, groups in raw["collectives"].items()
+    }
     return replace(computed, ranks=ranks, step_s=step_s, micro_s=micro_s, collectives=collectives, axes=axes)
 
 
@@ -223,39 +281,39 @@ def _passes(found: dict[str, Any], sizes: Sizes, dtype: str, seconds: tuple[floa
 # ---- what axes add to training
 
 
-def _axes(
-    run: Callable[..., list[Any]], ranks: int, groups: list[int], computed: Speeds, on_cpu: bool
-) -> tuple[float, float, dict[str, dict[str, float]]]:
-    """What a step and a micro-step cost beside their layers, and what each axis adds for an exchange."""
+def _cases(ranks: int, on_cpu: bool) -> dict[str, str]:
+    """Trainings of a tiny decoder that differ in one thing."""
     cases = {"plain": f"dp={ranks}", "longer": f"dp={ranks}", "experts": f"dp={ranks}"}
     # Between GPUs of one machine an exchange is its collective; the host is not in the way.
     if ranks > 1 and on_cpu:
         cases[f"shard {ranks}"] = f"dp={ranks} zero=3 wrap=block"
         # Between the smallest and the largest group the others can be told.
-        for group in sorted({groups[0], groups[-1]}):
+        for group in sorted({_groups(ranks)[0], _groups(ranks)[-1]}):
             others = f"dp={ranks // group}"
             cases[f"tp {group}"] = f"{others} tp={group} sp=off"
             cases[f"sp {group}"] = f"{others} tp={group} sp=on"
             cases[f"ring {group}"] = f"{others} cp={group}"
             cases[f"ulysses {group}"] = f"{others} cp={group} cp_method=ulysses"
             cases[f"ep {group}"] = f"dp={ranks} ep={group}"
-    seconds = {
-        name: max(run(timed, _case(name, text, ranks, "float32" if on_cpu else "bf16"))) for name, text in cases.items()
-    }
+    return cases
+
+
+def _axes(seconds: dict[str, float], computed: Speeds) -> tuple[float, float, dict[str, dict[str, float]]]:
+    """What a step and a micro-step cost beside their layers, and what each axis adds for an exchange."""
     layers = LAYERS * sum(computed.layer_s)
     micro_s = max(0.0, (seconds["longer"] - seconds["plain"]) / (MORE_MICRO_STEPS - 1) - layers)
     step_s = max(0.0, seconds["plain"] - layers - micro_s)
     # Exchanges of a layer, forward and backward; every case has one micro-step.
-    per_layer = {"shard": 3.0, "tp": 4.0, "sp": 8.0, "ep": 5.0}
+    per_layer = {"shard": 3.0, "tp": 4.0, "sp": 8.0, "ulysses": 4.0, "ep": 5.0}
     axes: dict[str, dict[str, float]] = {}
     for name in seconds:
-        axis, _, group_text = name.partition(" ")
-        if not group_text:
+        axis, _, group = name.partition(" ")
+        if not group:
             continue
         base = seconds["experts" if axis == "ep" else "plain"]
-        # A ring has a step for each of its ranks forward and three backward; the other has four exchanges in all.
-        each = 4.0 * int(group_text) if axis == "ring" else per_layer.get(axis, 4.0)
-        axes.setdefault(axis, {})[group_text] = max(1e-6, (seconds[name] - base) / (LAYERS * each))
+        # A ring has a step for each of its ranks forward and three backward.
+        each = 4.0 * int(group) if axis == "ring" else per_layer[axis]
+        axes.setdefault(axis, {})[group] = max(1e-6, (seconds[name] - base) / (LAYERS * each))
     return step_s, micro_s, axes
 
 

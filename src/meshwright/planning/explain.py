@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
 from meshwright.planning.group_words import stage_chips, ways
 from meshwright.planning.memory import FITS, GIB, Terms
 from meshwright.planning.question import Candidate
+
+if TYPE_CHECKING:
+    from meshwright.planning.tryout import Tried
 
 TERMS = {
     "parameters": "parameters",
@@ -55,12 +61,26 @@ def model_states(plan: Plan) -> str:
     )
 
 
+def _tried(tried: Sequence[Tried]) -> str:
+    """What came of running candidates here."""
+    ran = sorted((one for one in tried if one.step_s is not None), key=lambda one: one.step_s or 0.0)
+    first = tried[0]
+    told = f"of {len(tried)} tried here {ran[0].candidate.strategy} was the fastest: {ran[0].step_s:.3g} s a step"
+    if first.step_s is None:
+        return f"{told}; {first.candidate.strategy}, predicted to be the fastest, failed: {first.failure}"
+    if first.candidate.same_choice(ran[0].candidate):
+        return f"{told}, as predicted"
+    return f"{told}; {first.candidate.strategy}, predicted to be the fastest, took {first.step_s:.3g} s"
+
+
 def explain(plan: Plan) -> list[str]:
     """Sentences, the most important first."""
     lines = [model_states(plan)]
     best = plan.best
     if best is None:
         return lines + _nothing_fits(plan)
+    if plan.tried:
+        lines.append(_tried(plan.tried))
     memory = best.memory
     terms = memory.stages[memory.fullest]
     term, size = largest_term(terms)

@@ -75,6 +75,7 @@ ON_CPU = Sizes(
     parameters=4 << 20,
     collectives=(4 * SMALL, 256 << 10, 4 << 20),
     on_cpu=True,
+    rounds=2,
 )
 ON_GPU = Sizes(
     dtypes=("bf16", "fp16", "float32"),

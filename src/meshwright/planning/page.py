@@ -29,6 +29,7 @@ def page(plan: Plan) -> str:
         f"<p>Sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision}; "
         f"{escape(origin(question))}.</p>",
         _table(plan),
+        _tried(plan),
     ]
     if plan.best is not None:
         best = plan.best
@@ -78,6 +79,27 @@ def _table(plan: Plan) -> str:
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     names = ("strategy", "micro-batch", "verdict", "GiB", "s/step", "tokens/s/GPU", "MFU")
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>" + "".join(rows) + "</table>"
+
+
+def _tried(plan: Plan) -> str:
+    """What was predicted and measured of candidates that ran here."""
+    if not plan.tried:
+        return ""
+    rows = []
+    for one in plan.tried:
+        cells = [
+            escape(str(one.candidate.strategy)),
+            str(one.candidate.micro_batch),
+            f"{one.candidate.step_s:.3f}",
+            "" if one.step_s is None else f"{one.step_s:.3f}",
+            f"{one.candidate.memory.peak / GIB:.2f}",
+            "" if one.peak is None else f"{one.peak / GIB:.2f}",
+            escape(one.failure or ""),
+        ]
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    names = ("strategy", "micro-batch", "s/step predicted", "measured", "GiB predicted", "measured", "")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f"<h2>Tried here</h2><table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
 def _bar(sizes: dict[str, float], whole: float, unit: str, legend: bool = True) -> str:

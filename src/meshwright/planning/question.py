@@ -104,6 +104,10 @@ class Candidate:
         """Seconds of a step."""
         return self.parts.total
 
+    def same_choice(self, other: Candidate) -> bool:
+        """Whether it is the same strategy with the same micro-batch, whatever is known of it."""
+        return (self.strategy, self.micro_batch) == (other.strategy, other.micro_batch)
+
     @property
     def fits(self) -> bool:
         """Whether it fits with a margin."""

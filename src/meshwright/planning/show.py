@@ -91,7 +91,7 @@ def tried_table(plan: Plan) -> Table:
         row.append("" if one.step_s is None else f"{one.step_s:.3f}")
         row.append(f"{candidate.memory.peak / GIB:.2f}")
         row.append("" if one.peak is None else f"{one.peak / GIB:.2f}")
-        chosen = "measured best" if one.step_s is not None and candidate is plan.best else ""
+        chosen = "measured best" if plan.best is not None and candidate.same_choice(plan.best) else ""
         table.add_row(*row, one.failure or chosen)
     return table
 

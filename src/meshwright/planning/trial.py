@@ -69,8 +69,10 @@ def main() -> int:
             timeout_s=asked["timeout_s"],
         )
     except (RankError, UserError) as error:
-        words = " ".join(str(error).split())
-        print(f"trial: {words[:600]}", file=sys.stderr)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # Of a traceback its first line says who failed and its last one why.
+        told = f"{lines[0]} {lines[-1]}" if any(line.startswith("Traceback") for line in lines) else " ".join(lines)
+        print(f"trial: {told[:600]}", file=sys.stderr)
         return 1
     return 0
 

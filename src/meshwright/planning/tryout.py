@@ -24,9 +24,10 @@ from typing import Any
 from meshwright.data.prepare import prepare
 from meshwright.errors import UserError
 from meshwright.planning.answer import Plan
+from meshwright.planning.corrections import Learned, Observation, basis_of, corrected, subject_of
 from meshwright.planning.emit import run_table
 from meshwright.planning.memory import GIB
-from meshwright.planning.question import Candidate, in_full
+from meshwright.planning.question import Candidate, estimate, in_full
 
 STEPS = 6
 """Of each candidate, the first of which is not counted."""
@@ -93,13 +94,29 @@ def try_out(plan: Plan, count: int, limit_s: float = LIMIT_S, say: Say = lambda 
     if not ran:
         reasons = "; ".join(f"{one.candidate.strategy}: {one.failure}" for one in tried)
         raise UserError(f"--try: none of {len(tried)} candidates ran: {reasons}")
-    best = min(ran, key=lambda one: one.step_s or 0.0).candidate
-    others = [one for one in plan.candidates if _key(one) != _key(best)]
+    best = _as_measured(plan, min(ran, key=lambda one: one.step_s or 0.0))
+    others = [one for one in plan.candidates if not one.same_choice(best)]
     return replace(plan, best=best, candidates=(best, *others), tried=tuple(tried))
 
 
-def _key(candidate: Candidate) -> tuple[str, int]:
-    return str(candidate.strategy), candidate.micro_batch
+def _as_measured(plan: Plan, tried: Tried) -> Candidate:
+    """A candidate with the figures that were measured; too short a run to be remembered for other plans."""
+    assert tried.step_s is not None
+    candidate = tried.candidate
+    scenario = candidate.scenario
+    question = replace(plan.question, cluster=scenario.cluster)
+    plain = estimate(question, candidate.strategy, candidate.micro_batch)
+    seen = Observation(
+        subject_of(scenario),
+        str(candidate.strategy),
+        candidate.micro_batch,
+        basis_of(scenario.cluster),
+        plain.step_s,
+        tried.step_s,
+        plain.memory.peak,
+        tried.peak or plain.memory.peak,
+    )
+    return corrected(plain, Learned((seen,)))
 
 
 def told(tried: Tried) -> str:
