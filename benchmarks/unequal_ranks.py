@@ -1,10 +1,13 @@
 """What shares and uneven stages gain where one rank is slower than the other: two ranks on two cores, one core shared.
 
-    python benchmarks/unequal_ranks.py [--steps 8]
+    python benchmarks/unequal_ranks.py [--steps 8] [--sleep 5]
 
 Each rank is bound to a core of its own; beside the second one an endless loop runs on the same core, so that it gets
 half of it. The trainer's own step trains a small decoder under each strategy; the median step counts. The last line is
 what the planner makes of two chips of which one is half as fast.
+
+On a machine that others use too, `--sleep 5` shows the same without much computing: a layer of a tiny decoder sleeps
+5 ms for each sample on the first rank and 10 ms on the second one ("one slow"), or 5 ms on both ("alike").
 """
 
 from __future__ import annotations
@@ -53,14 +56,19 @@ STRATEGIES = (
 """Short form, samples of a share's forward pass."""
 
 
-def timed(world: World, case: Case) -> float:
-    """Seconds of the median step on this rank, which has the core of its number to itself, but for an endless loop."""
+def timed(world: World, case: Case, seconds: float = 0.0) -> float:
+    """Seconds of the median step on this rank, which has the core of its number to itself, but for an endless loop.
+
+    Its layers sleep so long for each sample.
+    """
     cores = sorted(os.sched_getaffinity(0))
     # All threads of a process: those of collectives too.
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), {cores[world.rank]})
     try:
         step = step_of(world, case)
+        for block in step.model.model.layers.values():
+            block.register_forward_pre_hook(lambda _, inputs: time.sleep(len(inputs[0]) * seconds))
         found = []
         for number in range(case.steps):
             batch = batch_of(case, number, step.data_rank, step.strategy)
@@ -73,11 +81,34 @@ def timed(world: World, case: Case) -> float:
             os.sched_setaffinity(int(thread), cores)
 
 
+def slept(world: World, case: Case, seconds: float, one_slow: bool) -> float:
+    """The same with sleep on this rank, twice as much on the second one."""
+    return timed(world, case, seconds * (2 if one_slow and world.rank == 1 else 1))
+
+
+def asleep(seconds: float, steps: int) -> None:
+    """Measure with layers that sleep."""
+    tiny = SPEC.model_copy(
+        update={"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "head_dim": 4, "num_key_value_heads": 8}
+    )
+    with RankPool(2) as pool:
+        print(f"{'strategy':26} {'alike':>8} {'one slow':>9}")
+        for text, micro_batch in STRATEGIES:
+            micro_steps = Strategy.parse(text, 2).micro_steps(BATCH, micro_batch)
+            case = Case(tiny, text, 2, "float32", micro_steps, steps, BATCH, 8)
+            alike, uneven = (max(pool.run(slept, 2, case, seconds, one_slow)) for one_slow in (False, True))
+            print(f"{text:26} {alike:8.3f} {uneven:9.3f}", flush=True)
+
+
 def main() -> None:
     """Measure with and without the endless loop."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--sleep", type=float, metavar="MS", help="milliseconds that a layer sleeps for each sample")
     args = parser.parse_args()
+    if args.sleep is not None:
+        asleep(args.sleep / 1000, args.steps)
+        return
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("this needs two cores")
     core = sorted(os.sched_getaffinity(0))[1]
