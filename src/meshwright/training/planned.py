@@ -268,7 +268,7 @@ def _words(config: RunConfig, made: Plan) -> Iterator[str]:
     if others:
         yield f"next comes {others[0].strategy}: {loss(best, others[0])}"
     else:
-        yield "nothing else was found that fits these ranks"
+        yield "no other family of strategies fits these ranks"
 
 
 def _nearest(config: RunConfig, ranks: int, local: int) -> Planned:
