@@ -13,9 +13,10 @@ from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
 from meshwright.models.presets import preset
 from meshwright.models.spec import ModelSpec
-from meshwright.planning.memory import GIB, memory_of
+from meshwright.planning.memory import memory_of
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import constants
+from meshwright.planning.state_memory import GIB
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
 

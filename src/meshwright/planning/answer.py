@@ -17,10 +17,10 @@ from meshwright.planning.changes import Change, cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.families import families, family_of
 from meshwright.planning.least_memory import nearest
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space
+from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
 
 TOKENS_PER_STEP = 4 << 20
@@ -292,7 +292,7 @@ def _smallest(question: Question) -> Candidate | None:
     extra = parse_constraints(["recompute=none", "offload=none"])
     asked = replace(question, constraints=(*question.constraints, *extra))
     space = Space(asked)
-    return nearest(asked, space, in_order(asked, space)[:LOOKED_AT])
+    return nearest(asked, space, in_order(space)[:LOOKED_AT])
 
 
 def _loss(best: Candidate, other: Candidate) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
-from meshwright.planning.memory import FITS, GIB, Terms
+from meshwright.planning.memory import FITS, Terms
 from meshwright.planning.question import Candidate
+from meshwright.planning.state_memory import GIB
 
 TERMS = {
     "parameters": "parameters",

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from meshwright.errors import UserError
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate
+from meshwright.planning.state_memory import GIB
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate
+from meshwright.planning.state_memory import GIB
 from meshwright.planning.timing import Timer
 from meshwright.schedules import make_program, simulate
 

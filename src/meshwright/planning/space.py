@@ -7,13 +7,15 @@ host memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
-from meshwright.planning.memory import memory_of
+from meshwright.planning.memory import does_fit
+from meshwright.planning.operations import Operations
 from meshwright.planning.question import Question
 from meshwright.planning.scenario import Layout
+from meshwright.planning.timing import Timer
 from meshwright.schedules import stages_per_rank
 from meshwright.stages import stage_layers
 from meshwright.strategy_fit import divisors
@@ -35,7 +37,7 @@ class Degrees:
     dp: int
     ep: int
     micro_batch: int
-    bound: float = 0.0
+    bound: float = field(default=0.0, compare=False)
 
 
 class Space:
@@ -44,6 +46,8 @@ class Space:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._holds: dict[tuple[Degrees, str, int], bool] = {}
+        self._timers: dict[Degrees, Timer] = {}
+        self._operations: Operations | None = None
 
     def degrees(self) -> Iterator[Degrees]:
         """Degrees and micro-batches that fill the cluster and divide the batch."""
@@ -77,6 +81,14 @@ class Space:
                                 ep=ep, micro_batch=micro_batch
                             ):
                                 yield Degrees(tp, pp, cp, dp, ep, micro_batch)
+
+    def timer(self, degrees: Degrees) -> Timer:
+        """A timer of the plain layout of degrees, to be had again by all that looks at them."""
+        if degrees not in self._timers:
+            scenario = self.question.scenario(plain(degrees), degrees.micro_batch)
+            self._timers[degrees] = Timer(scenario, self.question.known, self._operations)
+            self._operations = self._timers[degrees].operations
+        return self._timers[degrees]
 
     def _context_fits(self, cp: int, tp: int) -> bool:
         """Context parallel in powers of two, with at least 2048 tokens for each rank."""
@@ -117,7 +129,7 @@ class Space:
         key = degrees, offload, zero
         if key not in self._holds:
             self._holds[key] = any(
-                memory_of(self.question.scenario(layout, degrees.micro_batch), quick=True).verdict == "fits"
+                does_fit(self.question.scenario(layout, degrees.micro_batch))
                 for layout in self.smallest(degrees, offload, zero)
             )
         return self._holds[key]

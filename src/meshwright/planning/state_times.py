@@ -84,10 +84,10 @@ class StateTimes:
         layout = self.scenario.layout
         key = layout.schedule, layout.layers
         if key not in self._elements:
-            found = []
-            for held in self.scenario.stages:
-                pairs = [self._parameters(part) for part in held]
-                found.append((sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)))
+            found = [(0.0, 0.0)] * layout.pp
+            for stage in self.scenario.stages:
+                (plain, experts), more = found[stage.rank], self._parameters(stage.layers)
+                found[stage.rank] = plain + more[0], experts + more[1]
             self._elements[key] = found
         return self._elements[key]
 
@@ -119,7 +119,7 @@ class StateTimes:
                 group = Group(max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp)), 1)
                 reduce += links.half(group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
                 gather += links.half(group, experts * software.gather_bytes) if layout.zero else 0.0
-        edge = 1 / max(2, sum(len(part) for part in self.scenario.stages[slowest]))
+        edge = 1 / max(2, sum(len(stage.layers) for stage in self.scenario.stages if stage.rank == slowest))
         return self.operations.hide(reduce, backward, edge) + self.operations.hide(gather, forward, edge)
 
     def update(self) -> tuple[float, float]:
