@@ -44,7 +44,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval", type=float, metavar="S", help="with --spot: seconds between checkpoints")
     parser.add_argument("--calibrate", action="store_true", help="measure this machine's cores for --cluster here")
     parser.add_argument(
-        "--rehearse", type=int, metavar="RANK", help="build that rank's split model and count (needs torch)"
+        "--rehearse", type=int, metavar="RANK", help="run a step of that rank without memory and count (needs torch)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         rehearsal = rehearse(made.best, args.rehearse)
         said.append(str(rehearsal))
         if facts is not None:
-            facts["rehearsal"] = vars(rehearsal)
+            facts["rehearsal"] = rehearsal.as_json()
     if args.html is not None:
         from meshwright.planning.page import page
 
