@@ -98,9 +98,7 @@ def test_a_rehearsed_step_has_the_collectives_of_a_real_one(shape: str, text: st
         for key, (calls, size) in real[rank].items():
             assert sums.pop(key) == [calls, size if key[0] != "all_to_all" else sums_of(counted, key)], key
         assert not sums
-        exact = state_bytes(
-            case.spec, Strategy.parse(text, case.ranks), Place.of(Strategy.parse(text, case.ranks), rank)
-        )
+        exact = state_bytes(case.spec, strategy, Place.of(strategy, rank))
         assert (counted.parameters, counted.optimizer) == (exact.parameters, exact.optimizer)
 
 
