@@ -67,6 +67,8 @@ class Work:
     """Elements kept where only what is dear to compute is kept."""
     saved_bytes: float = 0.0
     """Bytes kept that are no activations of the computing dtype: sums of attention, routing."""
+    gathered: float = 0.0
+    """Elements more that are kept where the inputs of both halves are kept as tensor-parallel ranks gathered them."""
     input: float = 0.0
     """Elements of the layer's input: what a recomputed layer keeps."""
     tp_elements: float = 0.0
@@ -144,7 +146,7 @@ def layer_work(
     attention_flops = 4 * tokens * attended * heads / tp * per_score
     # Two norms (read, write), two additions to the residual (two reads, a write), rotation of queries and keys.
     moved = 10 * between * width + 2 * tokens * (q + kv / 2)
-    cast = tokens * (width + o) + between * 0
+    cast = tokens * (width + o)
     saved = 4 * between * width + tokens * (q + kv + o + low_rank)
     selective = between * width * 2 + tokens * (q + kv + o + low_rank) + between * width
     saved_bytes = 4.0 * tokens * heads / tp
@@ -204,6 +206,7 @@ def layer_work(
         saved_inner=inner_saved,
         saved_selective=selective,
         saved_bytes=saved_bytes,
+        gathered=2 * (tokens - between) * width,
         input=between * width,
         tp_elements=tokens * width if tp > 1 else 0.0,
         exchanged=exchanged,

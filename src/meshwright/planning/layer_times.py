@@ -105,8 +105,9 @@ class LayerTimes:
             return 0.0, 0.0
         size = work.tp_elements * self.scenario.element
         once = 4 * self.operations.links.half(self.tp_group, size) * self.operations.software.tp_exposed
-        # Backward passes of the weights need the gathered inputs once more.
-        return once, once * (1.25 if self.scenario.layout.sp else 1.0)
+        # Backward passes of the weights need the gathered inputs: kept, or gathered once more.
+        once_more = self.scenario.layout.sp and not self.operations.software.gathered_saved
+        return once, once * (1.25 if once_more else 1.0)
 
     def _context(self, work: Work, forward: float, backward: float) -> tuple[float, float]:
         """Exposed seconds of context-parallel traffic; a ring hides behind attention, an exchange does not."""

@@ -122,6 +122,7 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
         inner = work.saved_inner * 2
         share = scenario.software.selective_saved
         return (work.saved_selective - inner) * share * element + work.saved_bytes, inner * share * element, 0.0
+    gathered = work.gathered if scenario.software.gathered_saved else 0.0
     scores = 0.0 if scenario.flash_attention or scenario.selective else 5.0 * work.scores
     # Dense feed-forwards that are not gated keep two inner tensors, which `saved` holds already.
     inner = work.saved_inner * scenario.software.mlp_saved
@@ -129,7 +130,7 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
         # Inputs of products are kept as they were cast: half as wide, or a quarter with their scales.
         less = work.cast * (0.5 if scenario.dtype == "fp8" else 0.7)
         return (work.saved - less) * element + work.saved_bytes + scores, inner * element, 0.0
-    return work.saved * element + work.saved_bytes + scores, inner * element, 0.0
+    return (work.saved + gathered) * element + work.saved_bytes + scores, inner * element, 0.0
 
 
 def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> Memory:

@@ -37,6 +37,7 @@ class Degrees:
     dp: int
     ep: int
     micro_batch: int
+    sp: bool = False
     bound: float = field(default=0.0, compare=False)
 
 
@@ -63,7 +64,8 @@ class Space:
                 or not question.allows(tp=tp)
             ):
                 continue
-            if question.sequence_length % tp or spec.intermediate_size % tp or spec.vocab_size < tp:
+            sequence = self._sequence_parallel(tp)
+            if sequence is None or spec.intermediate_size % tp or spec.vocab_size < tp:
                 continue
             for pp in divisors(world // tp):
                 if pp > spec.num_hidden_layers or not question.allows(pp=pp):
@@ -80,7 +82,7 @@ class Space:
                             if question.global_batch % (dp * micro_batch) == 0 and question.allows(
                                 ep=ep, micro_batch=micro_batch
                             ):
-                                yield Degrees(tp, pp, cp, dp, ep, micro_batch)
+                                yield Degrees(tp, pp, cp, dp, ep, micro_batch, sequence)
 
     def timer(self, degrees: Degrees) -> Timer:
         """A timer of the plain layout of degrees, to be had again by all that looks at them."""
@@ -89,6 +91,15 @@ class Space:
             self._timers[degrees] = Timer(scenario, self.question.known, self._operations)
             self._operations = self._timers[degrees].operations
         return self._timers[degrees]
+
+    def _sequence_parallel(self, tp: int) -> bool | None:
+        """Whether tensor-parallel ranks split tokens: where they can, since it sends as much and holds less.
+
+        None where the constraints allow neither.
+        """
+        can = tp > 1 and self.question.sequence_length % tp == 0
+        choices = [sp for sp in (True, False) if (can or not sp) and self.question.allows(sp="on" if sp else "off")]
+        return choices[0] if choices else None
 
     def _context_fits(self, cp: int, tp: int) -> bool:
         """Context parallel in powers of two, with at least 2048 tokens for each rank."""
@@ -196,7 +207,7 @@ def plain(degrees: Degrees) -> Layout:
         cp=degrees.cp,
         ep=degrees.ep,
         expert_tp=degrees.tp,
-        sp=degrees.tp > 1,
+        sp=degrees.sp,
     )
 
 

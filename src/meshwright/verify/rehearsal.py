@@ -147,6 +147,7 @@ class _Follow(TorchDispatchMode):
         self.gradients = self.now = self.peak = 0
         self._updates = False
         self._sizes: dict[int, int] = {}
+        self._storages: dict[int, weakref.ref[Any]] = {}
 
     def enter(self, phase: str) -> None:
         """A part of the step begins."""
@@ -199,19 +200,29 @@ class _Follow(TorchDispatchMode):
         return "backward" if sums or in_backward() else "forward"
 
     def _hold(self, given: list[Tensor], result: Any) -> None:
-        known = {tensor.untyped_storage()._cdata for tensor in given if type(tensor) is FakeTensor}
-        for tensor in tree_leaves(result):
+        """Count what is new; storages that are there already may have been made larger or empty (FSDP does)."""
+        for tensor in [*given, *tree_leaves(result)]:
             if type(tensor) is not FakeTensor:
                 continue
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._sizes:
-                self._sizes[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self._forget, storage._cdata)
-        self.peak = max(self.peak, self.now)
+            key, size = storage._cdata, storage.nbytes()
+            known = self._sizes.get(key)
+            if known is None:
+                self._storages[key] = weakref.ref(storage)
+                weakref.finalize(storage, self._forget, key)
+            self._sizes[key] = size
+            self.now += size - (known or 0)
+        if self.now > self.peak:
+            for key, reference in self._storages.items():
+                kept = reference()
+                if kept is not None:
+                    self.now += kept.nbytes() - self._sizes[key]
+                    self._sizes[key] = kept.nbytes()
+            self.peak = max(self.peak, self.now)
 
     def _forget(self, storage: int) -> None:
         self.now -= self._sizes.pop(storage)
+        self._storages.pop(storage)
 
 
 def _equal_shares(of: Tensor, weights: None = None, minlength: int = 0) -> Tensor:
