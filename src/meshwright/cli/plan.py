@@ -29,7 +29,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)"
     )
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: about 4M tokens)")
-    parser.add_argument("--precision", default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or float32")
+    parser.add_argument(
+        "--precision",
+        default="bf16",
+        metavar="DTYPE",
+        help="bf16 (default), fp16, float32, several with commas, or auto",
+    )
     parser.add_argument(
         "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
     )

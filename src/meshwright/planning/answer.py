@@ -23,6 +23,8 @@ from meshwright.planning.space import Space
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
 
+PRECISIONS = ("bf16", "fp16", "float32")
+"""What the trainer computes in; where two are as fast, the first one is preferred."""
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
 LOOKED_AT = 150
@@ -211,13 +213,16 @@ def plan(
         raise UserError("sequence length and global batch must be whole numbers from 1")
     batch = global_batch or default_batch(length, machines.gpus)
     texts = [constraints] if isinstance(constraints, str) else list(constraints)
-    question = Question(spec, machines, length, batch, precision, parse_constraints(texts))
-    _check_precision(question)
+    asked = [
+        Question(spec, machines, length, batch, one, parse_constraints(texts))
+        for one in precisions_of(precision, machines)
+    ]
+    question = asked[0]
     if strategy is not None:
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question))
-    found = search(question, objective)
+    question, found = _best_of([replace(one, cluster=question.cluster) for one in asked], objective)
     best = in_full(question, found.best) if found.best is not None else None
     ranked = tuple(in_full(question, one) for one in found.ranked[1:4])
     runners = _runners(question, best) if compare and best is not None else ()
@@ -241,14 +246,29 @@ def _members(runners: Iterable[Runner]) -> list[Candidate]:
     return [one.candidate for one in runners if one.candidate is not None]
 
 
-def _check_precision(question: Question) -> None:
-    chip = question.cluster.chip
-    dtype = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(question.precision, question.precision)
-    if question.precision not in ("float32", "bf16", "fp16"):
-        raise UserError(f"--precision={question.precision}: the trainer computes in float32, bf16 or fp16")
-    if dtype not in chip.tflops:
-        known = [one for one in ("bf16", "fp16", "float32") if one in chip.tflops]
-        raise UserError(f"--precision={question.precision}: {chip.name} lacks it; use {' or '.join(known)}")
+def _best_of(asked: list[Question], objective: str) -> tuple[Question, Found]:
+    """The precision that is best, and what was found with it; where several are as good, the first of them."""
+    pairs = [(one, search(one, objective)) for one in asked]
+
+    def rank(pair: tuple[Question, Found]) -> tuple[float, ...]:
+        best = pair[1].best
+        return best.score(objective)[:1] if best is not None else (float("inf"),)
+
+    return min(pairs, key=rank)
+
+
+def precisions_of(text: str, cluster: Cluster) -> list[str]:
+    """The precisions to look at: one, several with commas, or `auto` for all 16- and 32-bit ones that the chip has."""
+    chip = cluster.chip
+    known = [one for one in PRECISIONS if one in chip.tflops]
+    if text == "auto":
+        return known
+    for one in text.split(","):
+        if one not in PRECISIONS:
+            raise UserError(f"--precision={text}: the trainer computes in {', '.join(PRECISIONS)}; or write auto")
+        if one not in known:
+            raise UserError(f"--precision={text}: {chip.name} lacks {one}; use {' or '.join(known)}")
+    return text.split(",")
 
 
 def _of_one(question: Question, name: str, text: str, micro_batch: int | None, tokens: float | None) -> Plan:
