@@ -14,6 +14,7 @@ from meshwright.estimate.units import Place
 from meshwright.models.presets import preset
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.memory import memory_of
+from meshwright.planning.question import Question, estimate, with_exact_states
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import constants
 from meshwright.planning.state_memory import GIB
@@ -107,6 +108,18 @@ def test_states_are_those_that_ranks_hold(spec: ModelSpec, text: str) -> None:
         else:
             # What is scattered unit by unit depends on the order; the root's part at the end is not planned for.
             assert terms.gradients >= 0.8 * exact.gradients
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=3 zero=3", "dp=3 zero=2 tp=2", "dp=2 zero=3 replicate=2 pp=2", "dp=2 cp=2 zero=1"]
+)
+def test_states_that_are_shown_are_exact_to_the_byte(text: str) -> None:
+    world = Strategy.fewest_processes(text)
+    question = Question(SMALL, parse_cluster(f"{world}xh100"), 64, 24)
+    shown = with_exact_states(estimate(question, Strategy.parse(text, world), 1))
+    for rank, terms in enumerate(shown.memory.stages):
+        exact = state_bytes(SMALL, shown.strategy, Place(pp=rank))
+        assert (terms.parameters, terms.optimizer) == (exact.parameters, exact.optimizer)
 
 
 def test_quick_memory_has_the_same_peak() -> None:

@@ -33,7 +33,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="bf16",
         metavar="DTYPE",
-        help="bf16 (default), fp16, float32, several with commas, or auto",
+        help="bf16 (default), fp16, float32, some of them (a,b) or auto",
     )
     parser.add_argument(
         "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"

@@ -17,7 +17,7 @@ from meshwright.planning.changes import Change, cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.families import families, family_of
 from meshwright.planning.least_memory import nearest
-from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
+from meshwright.planning.question import Candidate, Found, Question, estimate, in_full, with_exact_states
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space
 from meshwright.planning.state_memory import GIB
@@ -277,7 +277,7 @@ def _of_one(question: Question, name: str, text: str, micro_batch: int | None, t
     strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
     micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
     size = micro_batch or question.global_batch // strategy.dp // micro_steps
-    candidate = estimate(question, strategy, size)
+    candidate = with_exact_states(estimate(question, strategy, size))
     change = None if candidate.fits else cheapest_change(question, candidate)
     runner = (
         Runner(family_of(strategy), candidate, change, f"needs {candidate.memory.peak / GIB:.1f} GiB"),

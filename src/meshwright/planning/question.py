@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import log, sqrt
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.estimate.state import state_bytes
+from meshwright.estimate.units import Place
 from meshwright.models.count import count_parameters
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
@@ -146,4 +148,19 @@ def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candid
 
 def in_full(question: Question, candidate: Candidate) -> Candidate:
     """A candidate of a search with the memory of all its pipeline ranks, and a time if it had none."""
-    return estimate(question, candidate.strategy, candidate.micro_batch)
+    return with_exact_states(estimate(question, candidate.strategy, candidate.micro_batch))
+
+
+def with_exact_states(candidate: Candidate) -> Candidate:
+    """The same with parameters and optimizer state of each rank to the byte, as `estimate` has them.
+
+    A search sums what layers hold; shards are padded to whole rows, which this adds.
+    """
+    scenario, strategy = candidate.scenario, candidate.strategy
+    if scenario.software.name != "meshwright" or strategy.offload != "none" or scenario.spec.latent_attention:
+        return candidate
+    stages = []
+    for rank, terms in enumerate(candidate.memory.stages):
+        exact = state_bytes(scenario.spec, strategy, Place(pp=rank))
+        stages.append(replace(terms, parameters=float(exact.parameters), optimizer=float(exact.optimizer)))
+    return replace(candidate, memory=replace(candidate.memory, stages=tuple(stages)))
