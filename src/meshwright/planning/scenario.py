@@ -7,6 +7,7 @@ the description of a run of other software, which can be freer (experts over ten
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.spec import ModelSpec
@@ -162,6 +163,18 @@ class Scenario:
         """What each pipeline rank holds; `quick` leaves out those that cannot be the fullest."""
         layout, micro_steps = self.layout, max(1, round(self.micro_steps))
         return ranks_of(self.spec, layout.pp, layout.schedule, layout.layers, self.again, micro_steps, quick)
+
+    @property
+    def expert_share(self) -> float:
+        """Share of its experts' state that a rank holds.
+
+        Our trainer deals whole experts out to the ranks that share them: of fewer experts than ranks each holds one.
+        """
+        ranks, experts = self.layout.expert_state_ranks, self.spec.experts
+        if experts is None or self.software.name != "meshwright":
+            return 1 / ranks
+        local = experts.num_experts / self.layout.ep
+        return ceil(local / ranks) / local
 
     @property
     def selective(self) -> bool:

@@ -16,8 +16,7 @@ def state_terms(
     """Bytes of parameters, gathered ones, gradients and optimizer state."""
     layout, software = scenario.layout, scenario.software
     shards = layout.state_ranks if layout.zero else 1
-    expert_shards = layout.expert_state_ranks
-    whole, own = plain + experts, plain / shards + experts / expert_shards
+    whole, own = plain + experts, plain / shards + experts * scenario.expert_share
     narrow = scenario.element
     wide = software.parameter_bytes if scenario.precision != "float32" else 4.0
     gradient = software.gradient_bytes if scenario.precision != "float32" else 4.0
@@ -63,7 +62,7 @@ def host_bytes(scenario: Scenario) -> float:
         layout.ep,
         layout.expert_tp,
         shards,
-        layout.expert_state_ranks,
+        scenario.expert_share,
     )
     # Moments, the copy that is updated, and gradients on their way; with parameters those too.
     return base + most * (16 if layout.offload == "optimizer" else 20)
@@ -79,12 +78,12 @@ def _fullest_shard(
     ep: int,
     expert_tp: int,
     shards: int,
-    expert_shards: int,
+    expert_share: float,
 ) -> float:
     """Elements that the fullest rank updates."""
     totals = [0.0] * pp
     for stage in stages_of(spec, pp, schedule, layers, 0):
         for layer in stage.layers:
             held = blocks.layer_parameters(spec, spec.is_sparse(layer), tp, ep, expert_tp)
-            totals[stage.rank] += held.plain / shards + held.experts / expert_shards
+            totals[stage.rank] += held.plain / shards + held.experts * expert_share
     return max(totals) + sum(blocks.ends_parameters(spec, tp)) / shards

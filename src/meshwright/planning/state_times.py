@@ -52,6 +52,8 @@ class StateTimes:
         gather = layers * links.half(self.shard_group, elements * software.gather_bytes / layers)
         scatter = layers * links.half(self.shard_group, elements * software.reduce_bytes / layers)
         if experts:
+            # With their padding.
+            experts *= self.scenario.expert_share * layout.expert_state_ranks
             group = Group(layout.expert_state_ranks, 1) if layout.expert_state_ranks > 1 else Group(1, 1)
             gather += layers * links.half(group, experts * software.gather_bytes / layers)
             scatter += layers * links.half(group, experts * software.reduce_bytes / layers)
@@ -125,8 +127,8 @@ class StateTimes:
     def update(self) -> tuple[float, float]:
         """Seconds of the optimizer's step of the fullest rank, on the chip and in host memory."""
         layout = self.scenario.layout
-        shards, expert_shards = layout.state_ranks if layout.zero else 1, layout.expert_state_ranks
-        most = max(plain / shards + experts / expert_shards for plain, experts in self._held())
+        shards, share = layout.state_ranks if layout.zero else 1, self.scenario.expert_share
+        most = max(plain / shards + experts * share for plain, experts in self._held())
         if layout.offload == "none":
             return most * ADAM_BYTES / self.operations.memory, 0.0
         # Gradients go down and parameters come back; the host's cores update them.
