@@ -88,7 +88,6 @@ SPARSE = preset("tiny-moe")
         (SMALL, "dp=2 pp=2 schedule=zbv"),
         (SPARSE, "dp=4 ep=2"),
         (SPARSE, "dp=4 ep=4 zero=1"),
-        (SPARSE, "dp=16 ep=4 cp=2 zero=3 wrap=block"),
     ],
 )
 def test_states_are_those_that_ranks_hold(spec: ModelSpec, text: str) -> None:
