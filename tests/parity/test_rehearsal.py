@@ -14,6 +14,7 @@ from meshwright.config import RunConfig
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
 from meshwright.models.presets import preset
+from meshwright.parallel.ring_attention import RING_ATTENTION, ring_forward
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.collectives import collective_of
@@ -44,6 +45,9 @@ class Seen(TorchDispatchMode):
         self.bytes: Counter[tuple[str, str]] = Counter()
 
     def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        if operation is RING_ATTENTION:
+            with self:
+                return ring_forward(*inputs)
         result = operation(*inputs, **(options or {}))
         found = collective_of(operation, inputs, result)
         if found is not None:

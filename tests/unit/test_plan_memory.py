@@ -110,6 +110,14 @@ def test_states_are_those_that_ranks_hold(spec: ModelSpec, text: str) -> None:
             assert terms.gradients >= 0.8 * exact.gradients
 
 
+def test_of_fewer_experts_than_ranks_each_holds_one() -> None:
+    strategy = Strategy.parse("dp=16 ep=4 cp=2 zero=3 wrap=block", 32)
+    software, layout = constants().software["meshwright"], Layout.of(strategy)
+    scenario = Scenario(SPARSE, layout, parse_cluster("32xh100"), software, 64, 1, 64, "float32")
+    exact = state_bytes(SPARSE, strategy)
+    assert memory_of(scenario).stages[0].parameters == pytest.approx(exact.parameters, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "text", ["dp=3 zero=3", "dp=3 zero=2 tp=2", "dp=2 zero=3 replicate=2 pp=2", "dp=2 cp=2 zero=1"]
 )
