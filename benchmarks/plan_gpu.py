@@ -24,8 +24,8 @@ from meshwright.models.spec import Experts, ModelSpec
 from meshwright.parallel.world import join_world
 from meshwright.planning.answer import origin
 from meshwright.planning.calibrate import calibrate, lines_of
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Question, estimate
+from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, batch_of, step_of
 

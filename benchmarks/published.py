@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.planning.memory import GIB, Memory, memory_of
+from meshwright.planning.memory import Memory, memory_of
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants, constants
+from meshwright.planning.state_memory import GIB
 from meshwright.planning.timing import Timer
 from published_rows import UNSTATED, Run, runs_of
 

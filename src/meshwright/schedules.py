@@ -242,12 +242,10 @@ def dependencies(action: Action, last_stage: int, split: bool) -> Iterator[Actio
                 yield Action(backward, action.stage + 1, action.micro)
 
 
-def simulate(program: Program, cost: Callable[[Action], float], transfer: float = 0.0) -> Timeline:
-    """When everything happens if each action takes its cost and what goes to another rank takes `transfer` more."""
+def in_order(program: Program) -> Iterator[tuple[int, Action, list[Action]]]:
+    """All actions, none before what it waits for: the rank, the action, and what that is."""
     split = splits_backward(program.name)
-    ends: dict[Action, float] = {}
-    clocks = [0.0] * program.ranks
-    spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(program.ranks)]
+    done: set[Action] = set()
     position = [0] * program.ranks
     moved = True
     while moved:
@@ -256,14 +254,24 @@ def simulate(program: Program, cost: Callable[[Action], float], transfer: float 
             while position[rank] < len(actions):
                 action = actions[position[rank]]
                 needed = list(dependencies(action, program.stages - 1, split))
-                if any(one not in ends for one in needed):
+                if any(one not in done for one in needed):
                     break
-                arrivals = [ends[one] + (transfer if program.placement[one.stage] != rank else 0.0) for one in needed]
-                start = max([clocks[rank], *arrivals])
-                clocks[rank] = ends[action] = start + cost(action)
-                spans[rank].append((action, start, clocks[rank]))
+                yield rank, action, needed
+                done.add(action)
                 position[rank] += 1
                 moved = True
     if any(position[rank] < len(program.order[rank]) for rank in range(program.ranks)):
         raise AssertionError(f"{program.name} with {program.micro_batches} micro-batches waits for itself")
+
+
+def simulate(program: Program, cost: Callable[[Action], float], transfer: float = 0.0) -> Timeline:
+    """When everything happens if each action takes its cost and what goes to another rank takes `transfer` more."""
+    ends: dict[Action, float] = {}
+    clocks = [0.0] * program.ranks
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(program.ranks)]
+    for rank, action, needed in in_order(program):
+        arrivals = [ends[one] + (transfer if program.placement[one.stage] != rank else 0.0) for one in needed]
+        start = max([clocks[rank], *arrivals])
+        clocks[rank] = ends[action] = start + cost(action)
+        spans[rank].append((action, start, clocks[rank]))
     return Timeline(tuple(tuple(one) for one in spans))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,9 +27,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 # Importing it makes the backend "fake" known.
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeStore",
+    "FakeTensor",
+    "FakeTensorMode",
     "FlashAttention",
     "RendezvousMember",
     "all_gather",
@@ -43,6 +47,7 @@ __all__ = [
     "fold_gradients",
     "forget_meshes",
     "group_members",
+    "in_backward",
     "is_shard",
     "parameters_of",
     "reduce_gradients",
@@ -50,12 +55,23 @@ __all__ = [
     "replicate",
     "resolve_group",
     "shard_within",
+    "without_modes",
 ]
 
 
 def forget_meshes() -> None:
     """Drop what torch remembers of operations on split tensors: with it come meshes of process groups that are gone."""
     debug._clear_sharding_prop_cache()
+
+
+def without_modes() -> Any:
+    """A context in which operations run as they are, whatever follows them."""
+    return _disable_current_modes()
+
+
+def in_backward() -> bool:
+    """Whether the engine of a backward pass runs this."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:

@@ -25,6 +25,7 @@ from meshwright.planning.scenario import Layout
 from meshwright.planning.search import search
 from meshwright.planning.space import Degrees, Space
 from meshwright.planning.timing import Timer
+from meshwright.schedules import stages_per_rank
 from meshwright.strategy import Strategy
 
 SMALL = ModelSpec(
@@ -159,7 +160,7 @@ def _dealt(
     schedules = space.schedules(degrees, zero)
     if way == STAGES and degrees.pp > 1:
         for schedule in schedules:
-            stages = degrees.pp * Layout(pp=degrees.pp, schedule=schedule).chunks
+            stages = degrees.pp * stages_per_rank(schedule)
             for sizes in compositions(asked.spec.num_hidden_layers, stages):
                 yield schedule, ("+".join(map(str, sizes)), "even")
     if way == SHARES and degrees.pp == 1 and degrees.dp > 1:

@@ -13,9 +13,11 @@ from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
 from meshwright.models.presets import preset
 from meshwright.models.spec import ModelSpec
-from meshwright.planning.memory import GIB, memory_of
+from meshwright.planning.memory import memory_of
+from meshwright.planning.question import Question, estimate, with_exact_states
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import constants
+from meshwright.planning.state_memory import GIB
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
 
@@ -106,6 +108,26 @@ def test_states_are_those_that_ranks_hold(spec: ModelSpec, text: str) -> None:
         else:
             # What is scattered unit by unit depends on the order; the root's part at the end is not planned for.
             assert terms.gradients >= 0.8 * exact.gradients
+
+
+def test_of_fewer_experts_than_ranks_each_holds_one() -> None:
+    strategy = Strategy.parse("dp=16 ep=4 cp=2 zero=3 wrap=block", 32)
+    software, layout = constants().software["meshwright"], Layout.of(strategy)
+    scenario = Scenario(SPARSE, layout, parse_cluster("32xh100"), software, 64, 1, 64, "float32")
+    exact = state_bytes(SPARSE, strategy)
+    assert memory_of(scenario).stages[0].parameters == pytest.approx(exact.parameters, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "text", ["dp=3 zero=3", "dp=3 zero=2 tp=2", "dp=2 zero=3 replicate=2 pp=2", "dp=2 cp=2 zero=1"]
+)
+def test_states_that_are_shown_are_exact_to_the_byte(text: str) -> None:
+    world = Strategy.fewest_processes(text)
+    question = Question(SMALL, parse_cluster(f"{world}xh100"), 64, 24)
+    shown = with_exact_states(estimate(question, Strategy.parse(text, world), 1))
+    for rank, terms in enumerate(shown.memory.stages):
+        exact = state_bytes(SMALL, shown.strategy, Place(pp=rank))
+        assert (terms.parameters, terms.optimizer) == (exact.parameters, exact.optimizer)
 
 
 def test_quick_memory_has_the_same_peak() -> None:

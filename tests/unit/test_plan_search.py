@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -64,12 +65,12 @@ def with_offload(question: Question, offload: str) -> Iterator[Candidate]:
                 if degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard:
                     continue
                 for schedule, split in space.orders(degrees, zero):
-                    for recompute in words:
-                        if not question.allows(offload=offload, recompute=recompute):
+                    for recompute, sp in product(words, {degrees.tp > 1, False}):
+                        if not question.allows(offload=offload, recompute=recompute, sp="on" if sp else "off"):
                             continue
                         layout = Layout(
                             dp=degrees.dp, tp=degrees.tp, pp=degrees.pp, cp=degrees.cp, ep=degrees.ep,
-                            expert_tp=degrees.tp, zero=zero, shard=shard, sp=degrees.tp > 1, schedule=schedule,
+                            expert_tp=degrees.tp, zero=zero, shard=shard, sp=sp, schedule=schedule,
                             layers=split, cp_method=method, recompute=recompute, offload=offload,
                         )  # fmt: skip
                         scenario = question.scenario(layout, degrees.micro_batch)
@@ -95,6 +96,8 @@ def with_offload(question: Question, offload: str) -> Iterator[Candidate]:
         (SMALL, machines(2, 9), 16, "micro_batch>=4"),
         (SMALL, machines(2, 7), 16, "micro_batch>=4"),
         (SPARSE, machines(4, 9), 8, "tp=1 micro_batch<=2"),
+        (SMALL, machines(4, 3), 16, "tp=4"),
+        (SMALL, machines(4, 5), 16, "tp>=2 sp=off recompute=none"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -30,7 +30,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)"
     )
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: about 4M tokens)")
-    parser.add_argument("--precision", default="bf16", metavar="DTYPE", help="bf16 (default), fp16 or float32")
+    parser.add_argument(
+        "--precision",
+        default="bf16",
+        metavar="DTYPE",
+        help="bf16 (default), fp16, float32, some of them (a,b) or auto",
+    )
     parser.add_argument(
         "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
     )
@@ -59,7 +64,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--try-limit", type=float, metavar="S", help="with --try: seconds for each candidate (default 120)"
     )
     parser.add_argument(
-        "--rehearse", type=int, metavar="RANK", help="build that rank's split model and count (needs torch)"
+        "--rehearse", type=int, metavar="RANK", help="run a step of that rank without memory and count (needs torch)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
@@ -139,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         rehearsal = rehearse(made.best, args.rehearse)
         said.append(str(rehearsal))
         if facts is not None:
-            facts["rehearsal"] = vars(rehearsal)
+            facts["rehearsal"] = rehearsal.as_json()
     if args.html is not None:
         from meshwright.planning.page import page
 

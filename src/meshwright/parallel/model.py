@@ -75,6 +75,10 @@ class Parallel:
                 self._replica = data.wrap_ddp(self.module, self.strategy, self.mesh, self.precision, self._reduction)
         return self._replica
 
+    def without_ddp(self) -> None:
+        """Call the module itself, and sum no gradients of whole parameters: for rehearsals, which have no memory."""
+        self._replica = self.module
+
     @property
     def _tied(self) -> TiedEmbedding | None:
         """The weight that the ranks of the first and the last stage share; found late, since splitting replaces it."""

@@ -20,16 +20,18 @@ from meshwright.planning.families import families, family_of
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.least_memory import nearest
 from meshwright.planning.measured import Measured, operations_of
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space, allowed
+from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried
 
+PRECISIONS = ("bf16", "fp16", "float32")
+"""What the trainer computes in; where two are as fast, the first one is preferred."""
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
 SHOWN = 4
@@ -257,26 +259,32 @@ def plan(
         raise UserError("sequence length and global batch must be whole numbers from 1")
     batch = global_batch or default_batch(length, machines.gpus)
     texts = [constraints] if isinstance(constraints, str) else list(constraints)
-    question = Question(
-        spec,
-        machines,
-        length,
-        batch,
-        precision,
-        parse_constraints(texts),
-        batches=tuple(batches),
-        all_chips=all_chips,
-        learned=learned_of(machines),
-    )
-    _check_precision(question)
+    learned = learned_of(machines)
+    asked = [
+        Question(
+            spec,
+            machines,
+            length,
+            batch,
+            one,
+            parse_constraints(texts),
+            batches=tuple(batches),
+            all_chips=all_chips,
+            learned=learned,
+        )
+        for one in precisions_of(precision, machines)
+    ]
+    question = asked[0]
     if strategy is not None:
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question))
     by = objective if objective in ("memory", "cost") else "throughput"
-    known = _known(question)
-    found = search(_beyond(question, known), objective)
-    ranked = _shown(question, [*known, *found.ranked[:SHOWN]], by)
+    answers = [_answer(replace(one, cluster=question.cluster), objective, by) for one in asked]
+    # Where several precisions are as good, the first of them.
+    question, found, ranked = min(
+        answers, key=lambda one: one[2][0].score(by)[:1] if one[2] and one[2][0].fits else (float("inf"),)
+    )
     best = ranked[0] if ranked and ranked[0].fits else None
     # Of several kinds of machines, the ways to use them are what is compared.
     compare = compare and not question.cluster.groups
@@ -289,6 +297,13 @@ def plan(
     distinct = {(str(one.strategy), one.micro_batch, str(one.scenario.cluster)): one for one in others}
     candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
     return Plan(question, name, best, candidates, runners, fewer, found, tokens)
+
+
+def _answer(question: Question, objective: str, by: str) -> tuple[Question, Found, list[Candidate]]:
+    """What is best with one precision: what was found, and the first of it with what runs have shown."""
+    known = _known(question)
+    found = search(_beyond(question, known), objective)
+    return question, found, _shown(question, [*known, *found.ranked[:SHOWN]], by)
 
 
 def _known(question: Question) -> list[Candidate]:
@@ -335,14 +350,18 @@ def _members(runners: Iterable[Runner]) -> list[Candidate]:
     return [one.candidate for one in runners if one.candidate is not None]
 
 
-def _check_precision(question: Question) -> None:
-    dtype = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(question.precision, question.precision)
-    if question.precision not in ("float32", "bf16", "fp16"):
-        raise UserError(f"--precision={question.precision}: the trainer computes in float32, bf16 or fp16")
-    for group in question.cluster.kinds:
-        if dtype not in group.chip.tflops:
-            known = [one for one in ("bf16", "fp16", "float32") if one in question.cluster.chip.tflops]
-            raise UserError(f"--precision={question.precision}: {group.chip.name} lacks it; use {' or '.join(known)}")
+def precisions_of(text: str, cluster: Cluster) -> list[str]:
+    """The precisions to look at: one, several with commas, or `auto` for all that every chip has."""
+    known = [one for one in PRECISIONS if one in cluster.chip.tflops]
+    if text == "auto":
+        return known
+    for one in text.split(","):
+        if one not in PRECISIONS:
+            raise UserError(f"--precision={text}: the trainer computes in {', '.join(PRECISIONS)}; or write auto")
+        for group in cluster.kinds:
+            if one not in group.chip.tflops:
+                raise UserError(f"--precision={text}: {group.chip.name} lacks {one}; use {' or '.join(known)}")
+    return text.split(",")
 
 
 def _of_one(question: Question, name: str, text: str, micro_batch: int | None, tokens: float | None) -> Plan:
@@ -386,7 +405,7 @@ def _smallest(question: Question) -> Candidate | None:
     extra = parse_constraints(["recompute=none", "offload=none"])
     asked = replace(question, constraints=(*question.constraints, *extra))
     space = Space(asked)
-    return nearest(asked, space, in_order(asked, space)[:LOOKED_AT])
+    return nearest(asked, space, in_order(space)[:LOOKED_AT])
 
 
 def loss(best: Candidate, other: Candidate) -> str:

@@ -67,6 +67,8 @@ class Work:
     """Elements kept where only what is dear to compute is kept."""
     saved_bytes: float = 0.0
     """Bytes kept that are no activations of the computing dtype: sums of attention, routing."""
+    gathered: float = 0.0
+    """Elements more that are kept where the inputs of both halves are kept as tensor-parallel ranks gathered them."""
     input: float = 0.0
     """Elements of the layer's input: what a recomputed layer keeps."""
     tp_elements: float = 0.0
@@ -100,6 +102,19 @@ class Held:
         return self.plain + self.experts
 
 
+class _Part(NamedTuple):
+    """What one part of a layer adds to its work; the fields are those of `Work`."""
+
+    products: tuple[Product, ...]
+    moved: float
+    cast: float
+    saved: float
+    saved_selective: float
+    saved_inner: float = 0.0
+    saved_bytes: float = 0.0
+    exchanged: float = 0.0
+
+
 @remembered
 def layer_work(
     spec: ModelSpec,
@@ -113,102 +128,154 @@ def layer_work(
     imbalance: float,
 ) -> Work:
     """The work of a layer; `length` is that of a sequence, all of which a token can attend to."""
-    width, heads, groups = spec.hidden_size, spec.num_attention_heads, spec.num_key_value_heads
+    width, heads = spec.hidden_size, spec.num_attention_heads
     between = tokens / tp if sp else tokens
-    held_groups = max(1.0, groups / tp)
-    latent = spec.latent_attention
-    products: list[Product] = []
-    if latent is not None:
-        query, value = latent.qk_nope_head_dim + latent.qk_rope_head_dim, latent.v_head_dim
-        low = latent.kv_lora_rank + latent.qk_rope_head_dim
-        if latent.q_lora_rank:
-            products.append(Product(tokens, width, latent.q_lora_rank))
-            products.append(Product(tokens, latent.q_lora_rank, heads * query / tp))
-        else:
-            products.append(Product(tokens, width, heads * query / tp))
-        products.append(Product(tokens, width, low))
-        products.append(Product(tokens, latent.kv_lora_rank, heads * (latent.qk_nope_head_dim + value) / tp))
-        products.append(Product(tokens, heads * value / tp, width))
-        q, kv, o = heads * query / tp, heads * (query + value) / tp, heads * value / tp
-        per_score = (query + value) / 2
-        low_rank = latent.q_lora_rank + low
+    shape = _AttentionShape.of(spec, tp)
+    if sparse:
+        rest = _mixture(spec, tokens, between, tp, sp, ep, expert_tp, imbalance)
     else:
-        q, kv, o = heads * spec.head_dim / tp, 2 * held_groups * spec.head_dim, heads * spec.head_dim / tp
-        products.append(Product(tokens, width, q + kv))
-        products.append(Product(tokens, o, width))
-        per_score = spec.head_dim
-        low_rank = 0
+        rest = _feed_forward(spec, tokens, between, spec.intermediate_size / tp)
+    parts = [_attention(spec, shape, tokens, between, tp), rest, _norms(spec, between)]
     attended = length / 2
     if spec.sliding_window is not None and spec.sliding_window < length:
         attended = spec.sliding_window - spec.sliding_window**2 / (2 * length)
-    attention_flops = 4 * tokens * attended * heads / tp * per_score
-    # Two norms (read, write), two additions to the residual (two reads, a write), rotation of queries and keys.
-    moved = 10 * between * width + 2 * tokens * (q + kv / 2)
-    cast = tokens * (width + o) + between * 0
-    saved = 4 * between * width + tokens * (q + kv + o + low_rank)
-    selective = between * width * 2 + tokens * (q + kv + o + low_rank) + between * width
-    saved_bytes = 4.0 * tokens * heads / tp
-    gated = spec.activation == "swiglu"
-    inner_saved = 0.0
-    exchanged = 0.0
-    if not sparse:
-        inner = spec.intermediate_size / tp
-        up = 2 if gated else 1
-        products.append(Product(tokens, width, up * inner))
-        products.append(Product(tokens, inner, width))
-        moved += (up + 1) * tokens * inner
-        cast += tokens * (width + inner)
-        saved += tokens * inner * (0 if gated else 2)
-        inner_saved = tokens * inner if gated else 0.0
-        selective += up * tokens * inner + between * width
-    else:
-        assert spec.experts is not None
-        experts = spec.experts
-        # Rows of this rank's experts: what its data-parallel group would route, its share, and the imbalance.
-        own = tokens / (tp if expert_tp == 1 and sp else 1) * experts.num_experts_per_tok
-        rows = own * imbalance
-        local = experts.num_experts / ep
-        inner = experts.moe_intermediate_size / expert_tp
-        up = 2 if gated else 1
-        products.append(Product(between, width, experts.num_experts, narrow=False))
-        products.append(Product(rows / local, width, up * inner, times=local))
-        products.append(Product(rows / local, inner, width, times=local))
-        # Rows are sorted, computed with, weighted and put back.
-        moved += (up + 1) * rows * inner + 6 * rows * width
-        cast += rows * (width + inner)
-        saved += rows * width * 2 + (rows * inner * 2 if not gated else 0)
-        inner_saved = rows * inner if gated else 0.0
-        selective += up * rows * inner + 2 * rows * width
-        saved_bytes += 4.0 * between * experts.num_experts * 2
-        exchanged = own * width if ep > 1 else 0.0
-        if experts.num_shared_experts:
-            shared = experts.num_shared_experts * experts.moe_intermediate_size / tp
-            products.append(Product(tokens, width, up * shared))
-            products.append(Product(tokens, shared, width))
-            moved += (up + 1) * tokens * shared
-            cast += tokens * (width + shared)
-            inner_saved += tokens * shared if gated else 0.0
-            saved += 0 if gated else 2 * tokens * shared
-            selective += up * tokens * shared
-    if spec.dropout:
-        saved_bytes += 2 * between * width
-        moved += 2 * between * width
     return Work(
-        products=tuple(products),
-        attention_flops=attention_flops,
+        products=tuple(one for part in parts for one in part.products),
+        attention_flops=4 * tokens * attended * heads / tp * shape.per_score,
         scores=tokens * length * heads / tp,
-        head_dim=per_score,
-        moved=moved,
-        cast=cast,
-        saved=saved,
-        saved_inner=inner_saved,
-        saved_selective=selective,
-        saved_bytes=saved_bytes,
+        head_dim=shape.per_score,
+        moved=sum(part.moved for part in parts),
+        cast=sum(part.cast for part in parts),
+        saved=sum(part.saved for part in parts),
+        saved_inner=sum(part.saved_inner for part in parts),
+        saved_selective=sum(part.saved_selective for part in parts),
+        saved_bytes=sum(part.saved_bytes for part in parts),
+        gathered=2 * (tokens - between) * width,
         input=between * width,
         tp_elements=tokens * width if tp > 1 else 0.0,
-        exchanged=exchanged,
-        kv_elements=tokens * kv,
-        qo_elements=tokens * (q + o),
+        exchanged=rest.exchanged,
+        kv_elements=tokens * shape.kv,
+        qo_elements=tokens * (shape.q + shape.o),
+    )
+
+
+class _AttentionShape(NamedTuple):
+    """Elements of a token in attention, on one rank."""
+
+    q: float
+    kv: float
+    o: float
+    per_score: float
+    """Elements of a head, on average of both products."""
+    low_rank: float
+    """Of the narrow tensors through which latent attention goes."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, tp: int) -> _AttentionShape:
+        heads, latent = spec.num_attention_heads, spec.latent_attention
+        if latent is None:
+            size = spec.head_dim
+            held_groups = max(1.0, spec.num_key_value_heads / tp)
+            return cls(heads * size / tp, 2 * held_groups * size, heads * size / tp, size, 0)
+        query, value = latent.qk_nope_head_dim + latent.qk_rope_head_dim, latent.v_head_dim
+        low_rank = latent.q_lora_rank + latent.kv_lora_rank + latent.qk_rope_head_dim
+        return cls(heads * query / tp, heads * (query + value) / tp, heads * value / tp, (query + value) / 2, low_rank)
+
+
+def _attention(spec: ModelSpec, shape: _AttentionShape, tokens: float, between: float, tp: int) -> _Part:
+    """Attention with its products."""
+    width, heads, latent = spec.hidden_size, spec.num_attention_heads, spec.latent_attention
+    products: list[Product] = []
+    if latent is None:
+        products.append(Product(tokens, width, shape.q + shape.kv))
+    else:
+        if latent.q_lora_rank:
+            products.append(Product(tokens, width, latent.q_lora_rank))
+            products.append(Product(tokens, latent.q_lora_rank, shape.q))
+        else:
+            products.append(Product(tokens, width, shape.q))
+        products.append(Product(tokens, width, latent.kv_lora_rank + latent.qk_rope_head_dim))
+        outer = heads * (latent.qk_nope_head_dim + latent.v_head_dim) / tp
+        products.append(Product(tokens, latent.kv_lora_rank, outer))
+    products.append(Product(tokens, shape.o, width))
+    kept = tokens * (shape.q + shape.kv + shape.o + shape.low_rank)
+    return _Part(
+        products=tuple(products),
+        # Rotation of queries and keys.
+        moved=2 * tokens * (shape.q + shape.kv / 2),
+        cast=tokens * (width + shape.o),
+        saved=kept,
+        saved_selective=kept + between * width,
+        saved_bytes=4.0 * tokens * heads / tp,
+    )
+
+
+def _norms(spec: ModelSpec, between: float) -> _Part:
+    """Two norms (read, write), two additions to the residual (two reads, a write), masks of dropout."""
+    width = spec.hidden_size
+    masks = 2 * between * width if spec.dropout else 0.0
+    return _Part(
+        products=(),
+        moved=10 * between * width + masks,
+        cast=0.0,
+        saved=4 * between * width,
+        saved_selective=2 * between * width,
+        saved_bytes=masks,
+    )
+
+
+def _feed_forward(spec: ModelSpec, tokens: float, between: float, inner: float) -> _Part:
+    """A feed-forward of that inner width on this rank."""
+    width, gated = spec.hidden_size, spec.activation == "swiglu"
+    up = 2 if gated else 1
+    return _Part(
+        products=(Product(tokens, width, up * inner), Product(tokens, inner, width)),
+        moved=(up + 1) * tokens * inner,
+        cast=tokens * (width + inner),
+        saved=0.0 if gated else 2 * tokens * inner,
+        saved_selective=up * tokens * inner + between * width,
+        saved_inner=tokens * inner if gated else 0.0,
+    )
+
+
+def _mixture(
+    spec: ModelSpec, tokens: float, between: float, tp: int, sp: bool, ep: int, expert_tp: int, imbalance: float
+) -> _Part:
+    """Router, this rank's experts with the rows that they get, shared experts."""
+    assert spec.experts is not None
+    experts, width, gated = spec.experts, spec.hidden_size, spec.activation == "swiglu"
+    up = 2 if gated else 1
+    # Rows of this rank's experts: what its data-parallel group would route, its share, and the imbalance.
+    own = tokens / (tp if expert_tp == 1 and sp else 1) * experts.num_experts_per_tok
+    rows = own * imbalance
+    local = experts.num_experts / ep
+    inner = experts.moe_intermediate_size / expert_tp
+    routed = _Part(
+        products=(
+            Product(between, width, experts.num_experts, narrow=False),
+            Product(rows / local, width, up * inner, times=local),
+            Product(rows / local, inner, width, times=local),
+        ),
+        # Rows are sorted, computed with, weighted and put back.
+        moved=(up + 1) * rows * inner + 6 * rows * width,
+        cast=rows * (width + inner),
+        saved=rows * width * 2 + (0.0 if gated else rows * inner * 2),
+        saved_selective=up * rows * inner + 2 * rows * width,
+        saved_inner=rows * inner if gated else 0.0,
+        saved_bytes=4.0 * between * experts.num_experts * 2,
+        exchanged=own * width if ep > 1 else 0.0,
+    )
+    if not experts.num_shared_experts:
+        return routed
+    # Shared experts read what the router reads: it is kept once.
+    shared = _feed_forward(spec, tokens, 0.0, experts.num_shared_experts * experts.moe_intermediate_size / tp)
+    return routed._replace(
+        products=routed.products + shared.products,
+        moved=routed.moved + shared.moved,
+        cast=routed.cast + shared.cast,
+        saved=routed.saved + shared.saved,
+        saved_selective=routed.saved_selective + shared.saved_selective,
+        saved_inner=routed.saved_inner + shared.saved_inner,
     )
 
 

@@ -6,53 +6,51 @@ Tests compare a search that uses them with trying everything.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import log2
 
 from meshwright.models.spec import ModelSpec
-from meshwright.planning.memory import FITS, Memory, memory_of
+from meshwright.planning.memory import FITS, Memory, does_fit
 from meshwright.planning.question import FEATURE, Question
 from meshwright.planning.space import Degrees, Space, plain
 from meshwright.planning.state_times import OFFLOAD_S
-from meshwright.planning.timing import Timer
+from meshwright.planning.timing import jitter_of
 
 
-def in_order(question: Question, space: Space) -> list[Degrees]:
+def in_order(space: Space) -> list[Degrees]:
     """Degrees in the order of their bounds."""
     return sorted(
-        (replace(one, bound=bound_of(question, one)) for one in space.degrees()),
+        (replace(one, bound=bound_of(space, one)) for one in space.degrees()),
         key=lambda one: (one.bound, one.tp, one.pp, one.cp, one.ep, -one.micro_batch),
     )
 
 
-def bound_of(question: Question, degrees: Degrees, again: float = 0.0, features: int = 0) -> float:
+def bound_of(space: Space, degrees: Degrees, again: float = 0.0, features: int = 0) -> float:
     """A score that no strategy with these degrees can be below; with so many seconds of recompute in all layers.
 
     The slowest pipeline rank computes at least its share of all layers, for every micro-batch, with what tensor and
     expert parallel add. Context parallel, sums over data ranks, gaps in the pipeline, the optimizer and offload only
     add to that.
     """
-    timer = Timer(question.scenario(plain(degrees), degrees.micro_batch), question.known)
+    question, timer = space.question, space.timer(degrees)
     software = timer.operations.software
     work = sum(timer.layers.head()) + again
     for sparse, count in layer_kinds(question.spec):
         one = timer.layers.layer(sparse, False)
         work += count * (one.forward + one.backward + one.weights + one.tp + one.ep)
     micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
-    nodes = max(1.0, question.cluster.gpus / max(1, question.cluster.node))
-    steady = micro_steps * work / degrees.pp
-    floor = steady * (1 + (software.jitter * log2(nodes) if nodes > 1 else 0.0)) + software.step_s
+    floor = micro_steps * work / degrees.pp * (1 + jitter_of(timer.scenario, software)) + software.step_s
     axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep)) + (again > 0)
     axes += features
     return floor * (1 + FEATURE * axes)
 
 
-def bound_with_memory(question: Question, degrees: Degrees, least: Least) -> float:
+def bound_with_memory(degrees: Degrees, least: Least) -> float:
     """The same, with the recompute that even the strategy of least memory needs to fit."""
-    features = least.features()
+    space, features = least.space, least.features()
+    question = space.question
     if question.allows(recompute="none") and least.may_fit("none"):
-        return bound_of(question, degrees, features=features)
+        return bound_of(space, degrees, features=features)
     layout = replace(plain(degrees), recompute="selective")
-    timer = Timer(question.scenario(layout, degrees.micro_batch), question.known)
+    timer = space.timer(degrees).like(question.scenario(layout, degrees.micro_batch))
     cheap = sum(count * timer.layers.layer(sparse, False).again for sparse, count in layer_kinds(question.spec))
     forward = min(timer.layers.layer(sparse, True).forward for sparse, _ in layer_kinds(question.spec))
     # Roughly how many layers: an eighth of them is close enough for a bound.
@@ -64,7 +62,7 @@ def bound_with_memory(question: Question, degrees: Degrees, least: Least) -> flo
         else:
             low = middle
     again = (low + 1) * forward
-    return bound_of(question, degrees, min(again, cheap) if least.may_fit("selective") else again, features)
+    return bound_of(space, degrees, min(again, cheap) if least.may_fit("selective") else again, features)
 
 
 def bound_with_offload(question: Question, degrees: Degrees) -> float:
@@ -90,8 +88,8 @@ class Least:
     updates, spread over all data ranks; both layer splits are looked at.
     """
 
-    def __init__(self, question: Question, space: Space, degrees: Degrees, offload: str) -> None:
-        self.question, self.space, self.degrees = question, space, degrees
+    def __init__(self, space: Space, degrees: Degrees, offload: str) -> None:
+        self.question, self.space, self.degrees = space.question, space, degrees
         stages = space.zero_stages(degrees, offload)
         self.layouts = [
             replace(plain(degrees), zero=zero, shard=degrees.dp if zero else 1, offload=offload, layers=layers)
@@ -103,8 +101,7 @@ class Least:
         """Whether nothing rules it out."""
         question, micro_batch = self.question, self.degrees.micro_batch
         return any(
-            memory_of(question.scenario(replace(layout, recompute=recompute), micro_batch), True, True).verdict
-            == "fits"
+            does_fit(question.scenario(replace(layout, recompute=recompute), micro_batch), floor=True)
             for layout in self.layouts
         )
 
@@ -120,4 +117,4 @@ def needed_layers(none: Memory, full: Memory, layers: float) -> float:
     before, after = none.stages[0], full.stages[0]
     save = before.total - after.total + 2 * after.working
     excess = before.total - FITS * none.capacity
-    return max(0.0, excess / save * layers) if save > 0 and len(none.stages) == 1 else 0.0
+    return max(0.0, excess / save * layers) if save > 0 else 0.0

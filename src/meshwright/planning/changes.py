@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.errors import ConfigError
-from meshwright.planning.memory import GIB, memory_of
+from meshwright.planning.memory import does_fit
 from meshwright.planning.question import Candidate, Question, estimate
+from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
 
 
@@ -106,7 +107,7 @@ def _fewest_layers(question: Question, candidate: Candidate) -> int | None:
         layers = question.spec.num_hidden_layers
         word = "full" if count == layers else f"first:{count}"
         scenario = question.scenario(replace(candidate.strategy, recompute=word), candidate.micro_batch)
-        return memory_of(scenario, quick=True).verdict == "fits"
+        return does_fit(scenario)
 
     low, high = 0, question.spec.num_hidden_layers
     if not fits(high):

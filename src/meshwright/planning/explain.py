@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
 from meshwright.planning.group_words import stage_chips, ways
-from meshwright.planning.memory import FITS, GIB, Terms
+from meshwright.planning.memory import FITS, Terms
 from meshwright.planning.question import Candidate
+from meshwright.planning.state_memory import GIB
 
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried

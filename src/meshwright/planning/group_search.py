@@ -27,6 +27,7 @@ from meshwright.planning.scenario import Layout
 from meshwright.planning.search import no_degrees, search
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Timer
+from meshwright.schedules import stages_per_rank
 from meshwright.stages import stage_layers
 
 PACE = "all alike, at the pace of the slowest chip"
@@ -257,7 +258,8 @@ class _Uneven:
                 return [split.layers]
             filled = [terms.total / memory.room(rank) for rank, terms in enumerate(memory.stages)]
             source, target = memory.fullest, min(range(len(filled)), key=lambda rank: filled[rank])
-            if layout.chunks > 1 or source == target or sizes[source] == 1 or filled[source] >= before:
+            several = stages_per_rank(layout.schedule) > 1
+            if several or source == target or sizes[source] == 1 or filled[source] >= before:
                 return []
             before = filled[source]
             sizes[source] -= 1
@@ -312,9 +314,9 @@ class _Uneven:
     def _moved(self, best: Candidate) -> Candidate:
         """The same with single layers in other stages, as long as that is better."""
         layout = best.scenario.layout
-        if layout.pp * layout.chunks > MOST_STAGES or not _is_given(layout.layers):
+        if layout.pp * stages_per_rank(layout.schedule) > MOST_STAGES or not _is_given(layout.layers):
             return best
-        degrees = Degrees(layout.tp, layout.pp, layout.cp, layout.dp, layout.ep, best.micro_batch)
+        degrees = Degrees(layout.tp, layout.pp, layout.cp, layout.dp, layout.ep, best.micro_batch, layout.sp)
         timers: dict[tuple[int, int], Timer] = {}
         better = True
         while better:

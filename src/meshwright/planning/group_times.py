@@ -15,10 +15,11 @@ from functools import lru_cache
 from itertools import accumulate
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.planning.memory import GIB, Memory, memory_of
+from meshwright.planning.memory import Memory, memory_of
 from meshwright.planning.pipeline import StageTimes
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import Constants
+from meshwright.planning.state_memory import GIB
 from meshwright.planning.timing import Flow, Parts, Passes, Timer, flow_of, length_of, parts_of
 from meshwright.schedules import placement_of
 

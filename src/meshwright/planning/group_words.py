@@ -8,8 +8,9 @@ from typing import Any
 
 from meshwright.planning.group_search import SLOWER
 from meshwright.planning.group_times import columns_of
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, Found
+from meshwright.planning.scenario import Scenario
+from meshwright.planning.state_memory import GIB
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Placed:
         return text + ", ".join(parts)
 
 
+def _layers(scenario: Scenario, rank: int) -> int:
+    """Layers of a pipeline rank."""
+    return sum(len(stage.layers) for stage in scenario.stages if stage.rank == rank)
+
+
 def placed(candidate: Candidate) -> list[Placed]:
     """Who is where; nothing where all machines are of one kind."""
     scenario = candidate.scenario
@@ -54,7 +60,7 @@ def placed(candidate: Candidate) -> list[Placed]:
                 chip=group.chip.name,
                 ranks=(ends[index] - group.gpus, ends[index] - 1),
                 pipeline_ranks=tuple(stages),
-                layers=tuple(sum(map(len, scenario.stages[rank])) for rank in stages),
+                layers=tuple(_layers(scenario, rank) for rank in stages),
                 data_ranks=tuple(sorted(rank for one in own for rank in one.data_ranks)),
                 shares=tuple(sorted({one.share for one in own})) if layout.shares != "even" else (),
                 is_pipeline=layout.pp > 1,

@@ -104,7 +104,10 @@ class LayerTimes:
         if self.tp_group.size == 1:
             return 0.0, 0.0
         size = work.tp_elements * self.scenario.element
-        forward, backward = self.operations.links.tensor(self.tp_group, size, self.scenario.layout.sp)
+        # Backward passes of the weights need the gathered inputs: kept, or gathered once more.
+        sp = self.scenario.layout.sp
+        once_more = sp and not self.operations.software.gathered_saved
+        forward, backward = self.operations.links.tensor(self.tp_group, size, sp, once_more)
         exposed = self.operations.software.tp_exposed
         return forward * exposed, backward * exposed
 

@@ -90,11 +90,13 @@ class Links:
         """The gather or scatter of a module whose parameters are sharded."""
         return self.half(group, size, kind)
 
-    def tensor(self, group: Group, size: float, sp: bool) -> tuple[float, float]:
-        """Tensor-parallel collectives of a layer, forward and backward: two sums each, or four halves."""
+    def tensor(self, group: Group, size: float, sp: bool, once_more: bool) -> tuple[float, float]:
+        """Tensor-parallel collectives of a layer, forward and backward: two sums each, or four halves.
+
+        `once_more`: the backward pass gathers inputs that the forward pass did not keep.
+        """
         once = 4 * self.half(group, size)
-        # Backward passes of the weights need the gathered inputs once more.
-        return once, once * (1.25 if sp else 1.0)
+        return once, once * (1.25 if once_more else 1.0)
 
     def ring(self, group: Group, size: float, forward: float, backward: float) -> tuple[float, float]:
         """Passing one rank's keys and values around, what attention forward and backward does not hide of it."""

@@ -125,7 +125,7 @@ class CrowdLinks(Links):
             return 0.0
         return self._axis("shard", group) + self._bytes(kind, group, size)
 
-    def tensor(self, group: Group, size: float, sp: bool) -> tuple[float, float]:
+    def tensor(self, group: Group, size: float, sp: bool, once_more: bool) -> tuple[float, float]:
         if sp:
             both = self._bytes("all_gather", group, size) + self._bytes("reduce_scatter", group, size)
             once = 4 * self._axis("sp", group) + 2 * both

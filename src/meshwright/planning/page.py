@@ -6,9 +6,9 @@ from html import escape
 
 from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate
 from meshwright.planning.show import placement, schedule_spans
+from meshwright.planning.state_memory import GIB
 
 COLOURS = ("#4878d0", "#6acc64", "#d65f5f", "#956cb4", "#8c613c", "#dc7ec0", "#797979", "#d5bb67", "#82c6e2", "#ee854a")
 _STYLE = """

@@ -10,13 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.schedules import (
-    dependencies,
-    make_program,
-    placement_of,
-    splits_backward,
-    stages_per_rank,
-)
+from meshwright.schedules import Action, in_order, make_program, placement_of, stages_per_rank
 
 ROUNDS = 3
 """Rounds of micro-batches, one for each rank, after which a schedule repeats itself."""
@@ -103,26 +97,14 @@ def _run(schedule: str, ranks: int, micro_batches: int, times: StageTimes) -> fl
 def _order(schedule: str, ranks: int, micro_batches: int) -> list[tuple[int, int, int, int, bool, int, bool]]:
     """All actions in an order in which none comes before what it waits for: rank, kind, stage, and what that is."""
     program = make_program(schedule, ranks, micro_batches)
-    split = splits_backward(schedule)
-    found: dict[object, int] = {}
+    found: dict[Action, int] = {}
     plan: list[tuple[int, int, int, int, bool, int, bool]] = []
-    position = [0] * ranks
-    waiting = True
-    while waiting:
-        waiting = False
-        for rank, actions in enumerate(program.order):
-            while position[rank] < len(actions):
-                action = actions[position[rank]]
-                needed = list(dependencies(action, program.stages - 1, split))
-                if any(one not in found for one in needed):
-                    break
-                pairs = [(found[one], program.placement[one.stage] != rank) for one in needed]
-                pairs += [(-1, False)] * (2 - len(pairs))
-                found[action] = len(plan)
-                kind = 0 if action.kind == "F" else 2 if action.kind == "W" else 1
-                plan.append((rank, kind, action.stage, *pairs[0], *pairs[1]))
-                position[rank] += 1
-                waiting = True
+    for rank, action, needed in in_order(program):
+        pairs = [(found[one], program.placement[one.stage] != rank) for one in needed]
+        pairs += [(-1, False)] * (2 - len(pairs))
+        found[action] = len(plan)
+        kind = 0 if action.kind == "F" else 2 if action.kind == "W" else 1
+        plan.append((rank, kind, action.stage, *pairs[0], *pairs[1]))
     return plan
 
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from math import gcd, log, sqrt
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.estimate.state import state_bytes
+from meshwright.estimate.units import Place
 from meshwright.models.count import count_parameters
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
@@ -180,4 +182,20 @@ def in_full(question: Question, candidate: Candidate) -> Candidate:
     """A candidate of a search with the memory of all its pipeline ranks and its time, and what was learned."""
     # It may be one of a part of the machines.
     own = replace(question, cluster=candidate.scenario.cluster)
-    return corrected(estimate(own, candidate.strategy, candidate.micro_batch), question.learned)
+    exact = with_exact_states(estimate(own, candidate.strategy, candidate.micro_batch))
+    return corrected(exact, question.learned)
+
+
+def with_exact_states(candidate: Candidate) -> Candidate:
+    """The same with parameters and optimizer state of each rank to the byte, as `estimate` has them.
+
+    A search sums what layers hold; shards are padded to whole rows, which this adds.
+    """
+    scenario, strategy = candidate.scenario, candidate.strategy
+    if scenario.software.name != "meshwright" or strategy.offload != "none" or scenario.spec.latent_attention:
+        return candidate
+    stages = []
+    for rank, terms in enumerate(candidate.memory.stages):
+        exact = state_bytes(scenario.spec, strategy, Place(pp=rank))
+        stages.append(replace(terms, parameters=float(exact.parameters), optimizer=float(exact.optimizer)))
+    return replace(candidate, memory=replace(candidate.memory, stages=tuple(stages)))

@@ -1,22 +1,39 @@
-"""A rehearsal: the real model, split by the trainer's own code for one rank of the whole world, and its bytes counted.
+"""A rehearsal: a step of the trainer's own code on one rank of the whole world, counted, with what was planned beside.
 
-Nothing is allocated and nothing is sent: parameters are on the meta device, the process group is a fake. Needs torch.
+Nothing is allocated and nothing is sent: the model is split on the meta device and computes on tensors without memory,
+the process group is a fake (`verify/rehearsal.py`). Needs torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.estimate.state import state_bytes
+from meshwright.estimate.traffic import Work, step_traffic
 from meshwright.estimate.units import Place
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate
+from meshwright.planning.state_memory import GIB
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Collectives of one kind over one axis in one phase of a step."""
+
+    phase: str
+    """forward, backward, pipeline (between stages), update (norm, agreement, optimizer)."""
+    kind: str
+    axis: str
+    calls: int
+    bytes: int
+    """Of the whole tensors."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rank holds: as its split model has it, by the closed form, and as planned."""
+    """What a rank holds and sends: as the step did it, by the closed form, and as planned."""
 
     rank: int
     pipeline_rank: int
@@ -26,41 +43,95 @@ class Rehearsal:
     exact_optimizer: int
     planned_parameters: float
     planned_optimizer: float
-    modules: int
-    """Parameters that the rank holds a part of."""
+    counted_peak: int
+    """Bytes of all tensors that were alive at once in the step."""
+    planned_peak: float
+    """What the plan says that torch has allocated at the peak."""
+    micro_steps: int
+    """Those that were run of a step's; collectives are those of the whole step."""
+    collectives: tuple[Collectives, ...]
+    exact_traffic: int | None
+    """Bytes of all collectives by the closed form; None where it knows none (pp, cp, ep)."""
+
+    @property
+    def counted_traffic(self) -> int:
+        """Bytes of all collectives, as counted."""
+        return sum(one.bytes for one in self.collectives)
+
+    def as_json(self) -> dict[str, Any]:
+        """The stable form."""
+        return {**asdict(self), "counted_traffic": self.counted_traffic}
 
     def __str__(self) -> str:
-        return (
-            f"rehearsal of rank {self.rank} (pipeline rank {self.pipeline_rank}, {self.modules} parameters): counted "
-            f"{self.counted_parameters / GIB:.3f} GiB of parameters and {self.counted_optimizer / GIB:.3f} GiB of "
-            f"optimizer state; closed form {self.exact_parameters / GIB:.3f} and {self.exact_optimizer / GIB:.3f}; "
-            f"planned {self.planned_parameters / GIB:.3f} and {self.planned_optimizer / GIB:.3f}"
-        )
+        closed = f"; closed form {_gib(self.exact_traffic)}" if self.exact_traffic is not None else ""
+        lines = [
+            f"rehearsal of rank {self.rank} (pipeline rank {self.pipeline_rank}), {self.micro_steps} micro-steps run:",
+            f"  parameters  counted {_gib(self.counted_parameters)}, closed form {_gib(self.exact_parameters)}, "
+            f"planned {_gib(self.planned_parameters)}",
+            f"  optimizer   counted {_gib(self.counted_optimizer)}, closed form {_gib(self.exact_optimizer)}, "
+            f"planned {_gib(self.planned_optimizer)}",
+            f"  peak        counted {_gib(self.counted_peak)} of tensors alive at once, "
+            f"planned {_gib(self.planned_peak)} allocated",
+            f"  collectives of a step: {_gib(self.counted_traffic)} counted{closed}",
+        ]
+        lines += [
+            f"    {one.phase:<9} {one.kind:<15} over {one.axis:<18} {one.calls:>8} x, {_gib(one.bytes)}"
+            for one in self.collectives
+        ]
+        return "\n".join(lines)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3f} GiB" if size >= 1 << 20 else f"{size:.0f} bytes"
 
 
 def rehearse(candidate: Candidate, rank: int) -> Rehearsal:
-    """Build one rank of a candidate's world and count."""
-    strategy, spec = candidate.strategy, candidate.scenario.spec
+    """Run a step of one rank of a candidate's world, and count."""
+    strategy, scenario = candidate.strategy, candidate.scenario
+    spec, micro_steps = scenario.spec, max(1, round(scenario.micro_steps))
     if not 0 <= rank < strategy.world:
         raise UserError(f"--rehearse={rank} is no rank of this world; use 0 to {strategy.world - 1}")
     spec.check_buildable()
     from meshwright.torch_support import require_torch
 
     require_torch()
-    from meshwright.verify.fake_world import state_of_rank
+    from meshwright.config import RunConfig
+    from meshwright.verify.rehearsal import rehearse_step
 
-    state = state_of_rank(spec, strategy, rank)
+    config = RunConfig.model_validate({"train": {"precision": scenario.precision}})
+    found = rehearse_step(
+        spec,
+        strategy,
+        rank,
+        config,
+        micro_batch=candidate.micro_batch,
+        sequence_length=scenario.sequence_length,
+        micro_steps=micro_steps,
+    )
     place = Place.of(strategy, rank)
     exact = state_bytes(spec, strategy, place)
     terms = candidate.memory.stages[place.pp]
+    work = Work(micro_steps, candidate.micro_batch, scenario.sequence_length, computed=scenario.element)
     return Rehearsal(
         rank=rank,
         pipeline_rank=place.pp,
-        counted_parameters=state.parameters,
-        counted_optimizer=state.optimizer,
+        counted_parameters=found.parameters,
+        counted_optimizer=found.optimizer,
         exact_parameters=exact.parameters,
         exact_optimizer=exact.optimizer,
         planned_parameters=terms.parameters,
         planned_optimizer=terms.optimizer,
-        modules=len(state.names),
+        counted_peak=found.peak,
+        planned_peak=terms.allocated,
+        micro_steps=found.micro_steps,
+        collectives=tuple(
+            Collectives(*key, round(calls), round(size)) for key, (calls, size) in found.collectives.items()
+        ),
+        exact_traffic=_exact_traffic(spec, strategy, work, place.tp),
     )
+
+
+def _exact_traffic(spec: Any, strategy: Strategy, work: Work, tp_rank: int) -> int | None:
+    if strategy.pp * strategy.cp * strategy.ep > 1:
+        return None
+    return sum(step_traffic(spec, strategy, work, tp_rank).bytes.values())

@@ -7,12 +7,12 @@ the description of a run of other software, which can be freer (experts over ten
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.spec import ModelSpec
+from meshwright.planning.held_layers import RankLayers, Stage, ranks_of, stages_of
 from meshwright.planning.software import Software
-from meshwright.schedules import placement_of, stages_per_rank
-from meshwright.stages import stage_layers
 from meshwright.strategy import Strategy
 
 
@@ -111,11 +111,6 @@ class Layout:
         holders = self.dp * self.cp * self.tp // (self.ep * self.expert_tp)
         return max(1, holders // self.replicate) if self.zero else 1
 
-    @property
-    def chunks(self) -> int:
-        """Stages that each rank holds."""
-        return stages_per_rank(self.schedule) if self.pp > 1 else 1
-
 
 PRECISIONS = ("float32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 """What matrix products are computed in."""
@@ -166,39 +161,37 @@ class Scenario:
         return 4 if self.precision == "float32" else 2
 
     @property
-    def stages(self) -> Stages:
-        """The layers of each rank's stages, by pipeline rank."""
-        layout = self.layout
-        whose = id(self.spec) if layout.layers == "balanced" else self.spec.num_hidden_layers
-        key = whose, layout.pp, layout.schedule, layout.layers
-        if key not in _STAGES:
-            _STAGES[key] = self.spec, _stages(self.spec, layout)
-        return _STAGES[key][1]
-
-    def recomputed(self, layers: range) -> int:
-        """How many of these layers are computed again in whole."""
+    def again(self) -> int:
+        """How many of the first layers are computed again in whole."""
         kind, _, count = self.layout.recompute.partition(":")
         if kind == "full":
-            return len(layers)
-        if kind == "first":
-            return max(0, min(layers.stop, int(count)) - layers.start)
-        return 0
+            return self.spec.num_hidden_layers
+        return int(count) if kind == "first" else 0
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in the model's order."""
+        layout = self.layout
+        return stages_of(self.spec, layout.pp, layout.schedule, layout.layers, self.again)
+
+    def ranks(self, quick: bool = False) -> tuple[RankLayers, ...]:
+        """What each pipeline rank holds; `quick` leaves out those that cannot be the fullest."""
+        layout, micro_steps = self.layout, max(1, round(self.micro_steps))
+        return ranks_of(self.spec, layout.pp, layout.schedule, layout.layers, self.again, micro_steps, quick)
+
+    @property
+    def expert_share(self) -> float:
+        """Share of its experts' state that a rank holds.
+
+        Our trainer deals whole experts out to the ranks that share them: of fewer experts than ranks each holds one.
+        """
+        ranks, experts = self.layout.expert_state_ranks, self.spec.experts
+        if experts is None or self.software.name != "meshwright":
+            return 1 / ranks
+        local = experts.num_experts / self.layout.ep
+        return ceil(local / ranks) / local
 
     @property
     def selective(self) -> bool:
         """Whether cheap operations are computed again in every layer."""
         return self.layout.recompute == "selective"
-
-
-Stages = tuple[tuple[range, ...], ...]
-_STAGES: dict[tuple[int, int, str, str], tuple[ModelSpec, Stages]] = {}
-
-
-def _stages(spec: ModelSpec, layout: Layout) -> Stages:
-    if layout.pp == 1:
-        return ((range(spec.num_hidden_layers),),)
-    parts = stage_layers(spec, layout.pp * layout.chunks, layout.layers)
-    held: list[list[range]] = [[] for _ in range(layout.pp)]
-    for part, rank in zip(parts, placement_of(layout.schedule, layout.pp), strict=True):
-        held[rank].append(part)
-    return tuple(tuple(one) for one in held)

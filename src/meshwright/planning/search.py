@@ -24,9 +24,9 @@ from meshwright.planning.bounds import (
     needed_layers,
 )
 from meshwright.planning.least_memory import least_memory, nearest
-from meshwright.planning.memory import Memory, memory_of
+from meshwright.planning.memory import does_fit, memory_of
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features
-from meshwright.planning.scenario import Layout
+from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.space import Degrees, Space, allowed, plain
 from meshwright.planning.timing import Timer
 
@@ -50,7 +50,7 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
             "drop it, or estimate other shares with --strategy"
         )
     space = Space(question)
-    pending = in_order(question, space)
+    pending = in_order(space)
     if not pending:
         raise UserError(no_degrees(question))
     if objective == "memory":
@@ -73,7 +73,7 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
                 continue
             if not any(space.may_hold(degrees, offload, zero) for zero in space.zero_stages(degrees, offload)):
                 continue
-            if bound_with_memory(question, degrees, Least(question, space, degrees, offload)) >= best:
+            if bound_with_memory(degrees, Least(space, degrees, offload)) >= best:
                 bounded += 1
                 continue
             for candidate in _choices(question, space, degrees, offload, best):
@@ -94,7 +94,7 @@ def plain_best(question: Question, most: int = 1 << 30) -> Candidate | None:
     It looks at `most` degrees at most.
     """
     space = Space(question)
-    return _possible(question, space, in_order(question, space)[:most])
+    return _possible(question, space, in_order(space)[:most])
 
 
 def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> Candidate | None:
@@ -104,7 +104,6 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
     for degrees in pending:
         if degrees.bound >= score:
             break
-        timer: Timer | None = None
         for zero in space.zero_stages(degrees, "none"):
             if not space.may_hold(degrees, "none", zero):
                 continue
@@ -116,15 +115,14 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
                 if question.leaves_out(layout, degrees.micro_batch):
                     continue
                 scenario = question.scenario(layout, degrees.micro_batch)
-                memory = memory_of(scenario, quick=True)
-                if memory.verdict != "fits":
+                if not does_fit(scenario):
                     continue
-                timer = timer or Timer(question.scenario(plain(degrees), degrees.micro_batch), question.known)
-                own = timer.like(scenario)
+                own = space.timer(degrees).like(scenario)
                 if own.parts(simulate=False).total * weight < score:
                     parts = own.parts()
                     if parts.total * weight < score:
                         score = parts.total * weight
+                        memory = memory_of(scenario, quick=True)
                         best = Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, parts)
                 break
     return best
@@ -156,11 +154,11 @@ class _Choice:
 
 def _choices(question: Question, space: Space, degrees: Degrees, offload: str, best: float) -> Iterator[Candidate]:
     """Candidates with these degrees that fit and may be better than the best."""
-    timer = Timer(question.scenario(plain(degrees), degrees.micro_batch), question.known)
+    timer = space.timer(degrees)
     for choice in sorted(_rest_of(question, space, degrees, offload, timer, best), key=lambda one: one.rough):
         if choice.rough >= best:
             return
-        for memory, chosen in _with_recompute(question, choice, degrees, timer, best):
+        for chosen in _with_recompute(question, choice, degrees, timer, best):
             if question.leaves_out(chosen, degrees.micro_batch):
                 continue
             scenario = question.scenario(chosen, degrees.micro_batch)
@@ -171,6 +169,7 @@ def _choices(question: Question, space: Space, degrees: Degrees, offload: str, b
                 continue
             if chosen.pp > 1:
                 parts = own.parts()
+            memory = memory_of(scenario, quick=True)
             candidate = Candidate(chosen.strategy(), degrees.micro_batch, scenario, memory, parts)
             best = min(best, candidate.step_s * weight)
             yield candidate
@@ -200,45 +199,46 @@ def _rest_of(
 
 def _with_recompute(
     question: Question, choice: _Choice, degrees: Degrees, timer: Timer, best: float
-) -> Iterator[tuple[Memory, Layout]]:
+) -> Iterator[Layout]:
     """What fits of none, selective, first:N with the least N, and full, and may be better than the best."""
     layout = choice.layout
 
-    def memory(recompute: str) -> Memory:
-        return memory_of(question.scenario(replace(layout, recompute=recompute), degrees.micro_batch), quick=True)
+    def scenario(recompute: str) -> Scenario:
+        return question.scenario(replace(layout, recompute=recompute), degrees.micro_batch)
 
-    none = memory("none")
-    if question.allows(recompute="none") and none.verdict == "fits":
-        yield none, layout
+    if question.allows(recompute="none") and does_fit(scenario("none")):
+        yield layout
         return
     # Recompute is one more feature to earn its place.
     used = count_features(layout)
     weight = (1 + FEATURE * (used + 1)) / (1 + FEATURE * used)
     if choice.rough * weight >= best:
         return
-    if question.allows(recompute="selective"):
-        found = memory("selective")
-        if found.verdict == "fits":
-            yield found, replace(layout, recompute="selective")
-    full = memory("full")
-    if full.verdict != "fits":
+    if question.allows(recompute="selective") and does_fit(scenario("selective")):
+        yield replace(layout, recompute="selective")
+    if not does_fit(scenario("full")):
         return
     layers = question.spec.num_hidden_layers
-    needed = needed_layers(none, full, layers / degrees.pp)
-    forward = min(timer.layers.layer(sparse, True).forward for sparse, _ in layer_kinds(question.spec))
-    micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
-    if choice.rough * weight + micro_steps * needed * forward >= best:
-        return
+    if degrees.pp == 1:
+        needed = needed_layers(memory_of(scenario("none")), memory_of(scenario("full")), layers)
+        forward = min(timer.layers.layer(sparse, True).forward for sparse, _ in layer_kinds(question.spec))
+        micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
+        if choice.rough * weight + micro_steps * needed * forward >= best:
+            return
     if question.allows(recompute="first:1"):
         low, high = 0, layers
         while high - low > 1:
             middle = (low + high) // 2
-            if memory(f"first:{middle}").verdict == "fits":
+            tried = scenario(f"first:{middle}")
+            if does_fit(tried):
                 high = middle
-            else:
-                low = middle
+                continue
+            low = middle
+            # More layers than these are needed, and they take too long already.
+            if timer.like(tried).floor() * (1 + FEATURE * (used + 1)) >= best:
+                return
         if high < layers:
-            yield memory(f"first:{high}"), replace(layout, recompute=f"first:{high}")
+            yield replace(layout, recompute=f"first:{high}")
             return
     if question.allows(recompute="full"):
-        yield full, replace(layout, recompute="full")
+        yield replace(layout, recompute="full")

@@ -10,8 +10,8 @@ from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
 from meshwright.planning.group_times import timer_on
 from meshwright.planning.group_words import placed
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate
+from meshwright.planning.state_memory import GIB
 from meshwright.schedules import make_program, simulate
 
 COLOURS = ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "red", "bright_cyan", "bright_magenta", "white")

@@ -7,13 +7,15 @@ host memory.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
-from meshwright.planning.memory import memory_of
+from meshwright.planning.memory import does_fit
+from meshwright.planning.operations import Operations
 from meshwright.planning.question import Question
 from meshwright.planning.scenario import Layout
+from meshwright.planning.timing import Timer
 from meshwright.schedules import stages_per_rank
 from meshwright.stages import stage_layers
 from meshwright.strategy_fit import divisors
@@ -38,7 +40,8 @@ class Degrees:
     dp: int
     ep: int
     micro_batch: int
-    bound: float = 0.0
+    sp: bool = False
+    bound: float = field(default=0.0, compare=False)
 
 
 class Space:
@@ -47,6 +50,8 @@ class Space:
     def __init__(self, question: Question) -> None:
         self.question = question
         self._holds: dict[tuple[Degrees, str, int], bool] = {}
+        self._timers: dict[Degrees, Timer] = {}
+        self._operations: Operations | None = None
 
     def degrees(self) -> Iterator[Degrees]:
         """Degrees and micro-batches that fill the cluster and divide the batch."""
@@ -62,7 +67,8 @@ class Space:
                 or not question.allows(tp=tp)
             ):
                 continue
-            if question.sequence_length % tp or spec.intermediate_size % tp or spec.vocab_size < tp:
+            sequence = self._sequence_parallel(tp)
+            if sequence is None or spec.intermediate_size % tp or spec.vocab_size < tp:
                 continue
             for pp in divisors(world // tp):
                 if pp > spec.num_hidden_layers or not question.allows(pp=pp):
@@ -76,7 +82,24 @@ class Space:
                     for ep in self._expert_degrees(dp):
                         for micro_batch in self._micro_batches(question.shared // dp, cp):
                             if question.allows(ep=ep, micro_batch=micro_batch):
-                                yield Degrees(tp, pp, cp, dp, ep, micro_batch)
+                                yield Degrees(tp, pp, cp, dp, ep, micro_batch, sequence)
+
+    def timer(self, degrees: Degrees) -> Timer:
+        """A timer of the plain layout of degrees, to be had again by all that looks at them."""
+        if degrees not in self._timers:
+            scenario = self.question.scenario(plain(degrees), degrees.micro_batch)
+            self._timers[degrees] = Timer(scenario, self.question.known, self._operations)
+            self._operations = self._timers[degrees].operations
+        return self._timers[degrees]
+
+    def _sequence_parallel(self, tp: int) -> bool | None:
+        """Whether tensor-parallel ranks split tokens: where they can, since it sends as much and holds less.
+
+        None where the constraints allow neither.
+        """
+        can = tp > 1 and self.question.sequence_length % tp == 0
+        choices = [sp for sp in (True, False) if (can or not sp) and self.question.allows(sp="on" if sp else "off")]
+        return choices[0] if choices else None
 
     def _micro_batches(self, share: int, cp: int) -> list[int]:
         """Powers of two that divide a rank's share, and the whole of it, unless that is long."""
@@ -130,7 +153,7 @@ class Space:
         key = degrees, offload, zero
         if key not in self._holds:
             self._holds[key] = any(
-                memory_of(self.question.scenario(layout, degrees.micro_batch), quick=True).verdict == "fits"
+                does_fit(self.question.scenario(layout, degrees.micro_batch))
                 for layout in self.smallest(degrees, offload, zero)
             )
         return self._holds[key]
@@ -197,7 +220,7 @@ def plain(degrees: Degrees) -> Layout:
         cp=degrees.cp,
         ep=degrees.ep,
         expert_tp=degrees.tp,
-        sp=degrees.tp > 1,
+        sp=degrees.sp,
     )
 
 

@@ -55,6 +55,8 @@ class StateTimes:
         gather = units * links.unit(self.shard_group, elements * software.gather_bytes / units)
         scatter = units * links.unit(self.shard_group, elements * software.reduce_bytes / units, "reduce_scatter")
         if experts:
+            # With their padding.
+            experts *= self.scenario.expert_share * layout.expert_state_ranks
             group = Group(layout.expert_state_ranks, 1) if layout.expert_state_ranks > 1 else Group(1, 1)
             gather += units * links.unit(group, experts * software.gather_bytes / units)
             scatter += units * links.unit(group, experts * software.reduce_bytes / units, "reduce_scatter")
@@ -94,10 +96,10 @@ class StateTimes:
         layout = self.scenario.layout
         key = layout.schedule, layout.layers
         if key not in self._elements:
-            found = []
-            for held in self.scenario.stages:
-                pairs = [self._parameters(part) for part in held]
-                found.append((sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)))
+            found = [(0.0, 0.0)] * layout.pp
+            for stage in self.scenario.stages:
+                (plain, experts), more = found[stage.rank], self._parameters(stage.layers)
+                found[stage.rank] = plain + more[0], experts + more[1]
             self._elements[key] = found
         return self._elements[key]
 
@@ -129,15 +131,15 @@ class StateTimes:
                 group = Group(max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp)), 1)
                 reduce += links.half(group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
                 gather += links.half(group, experts * software.gather_bytes) if layout.zero else 0.0
-        edge = 1 / max(2, sum(len(part) for part in self.scenario.stages[slowest]))
+        edge = 1 / max(2, sum(len(stage.layers) for stage in self.scenario.stages if stage.rank == slowest))
         return self.operations.hide(reduce, backward, edge) + self.operations.hide(gather, forward, edge)
 
     def update(self, ranks: Collection[int] | None = None) -> tuple[float, float]:
         """Seconds of the optimizer's step of the fullest of these pipeline ranks, on the chip and in host memory."""
         layout = self.scenario.layout
-        shards, expert_shards = layout.state_ranks if layout.zero else 1, layout.expert_state_ranks
+        shards, share = layout.state_ranks if layout.zero else 1, self.scenario.expert_share
         most = max(
-            plain / shards + experts / expert_shards
+            plain / shards + experts * share
             for rank, (plain, experts) in enumerate(self._held())
             if ranks is None or rank in ranks
         )

@@ -11,8 +11,10 @@ from dataclasses import dataclass, fields
 from math import log2
 
 from meshwright.planning import pipeline
+from meshwright.planning.held_layers import Stage
 from meshwright.planning.layer_times import LayerTimes
 from meshwright.planning.measured import operations_of
+from meshwright.planning.operations import Operations
 from meshwright.planning.pipeline import StageTimes
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants, Software
@@ -81,9 +83,10 @@ class Flow:
 class Timer:
     """Times of a scenario's parts."""
 
-    def __init__(self, scenario: Scenario, constants: Constants) -> None:
+    def __init__(self, scenario: Scenario, constants: Constants, operations: Operations | None = None) -> None:
+        """`operations` may be those of another scenario on the same chips, in the same precision and software."""
         self.scenario = scenario
-        self.operations = operations_of(scenario, constants)
+        self.operations = operations or operations_of(scenario, constants)
         self.layers = LayerTimes(scenario, self.operations)
         self.states = StateTimes(scenario, self.operations)
         self._flows: dict[tuple[object, ...], Flow] = {}
@@ -115,6 +118,12 @@ class Timer:
         parts, flow = self.parts(simulate=False), self._flow()
         return parts.total - length_of(self.scenario, flow, simulate=False) + flow.micro_steps * flow.mean
 
+    def floor(self) -> float:
+        """A bound of the step, without what is sent once, that grows with every layer that is computed again."""
+        once = length_of(self.scenario, self._flow(), simulate=False) + sum(self.states.update())
+        software = self.operations.software
+        return once * (1 + jitter_of(self.scenario, software)) + software.step_s
+
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
         layout = self.scenario.layout
@@ -133,31 +142,17 @@ class Timer:
         last = self.scenario.spec.num_hidden_layers
         passes: dict[tuple[object, ...], Passes] = {}
         found: list[Passes] = []
-        for part in in_order(self.scenario):
-            kinds = self._kinds(part)
-            key = (kinds, part.start == 0, part.stop == last)
+        for stage in self.scenario.stages:
+            key = (stage.kinds, stage.layers.start == 0, stage.layers.stop == last)
             if key not in passes:
-                passes[key] = self._stage(part, kinds)
+                passes[key] = self._stage(stage)
             found.append(passes[key])
         return found
 
-    def _kinds(self, part: range) -> tuple[tuple[bool, bool, int], ...]:
-        """The layers of a stage by kind: sparse or not, computed again or not, how many."""
-        scenario = self.scenario
-        again = scenario.recomputed(part)
-        if scenario.spec.experts is None:
-            pairs = ((False, True, again), (False, False, len(part) - again))
-            return tuple(pair for pair in pairs if pair[2])
-        counts: dict[tuple[bool, bool], int] = {}
-        for index, layer in enumerate(part):
-            key = scenario.spec.is_sparse(layer), index < again
-            counts[key] = counts.get(key, 0) + 1
-        return tuple((*key, count) for key, count in counts.items())
-
-    def _stage(self, part: range, kinds: tuple[tuple[bool, bool, int], ...]) -> Passes:
+    def _stage(self, stage: Stage) -> Passes:
         """One stage's passes of one micro-batch."""
         forward = backward = weights = again = tp = ep = cp = tp_forward = 0.0
-        for sparse, recomputed, count in kinds:
+        for sparse, recomputed, count in stage.kinds:
             one = self.layers.layer(sparse, recomputed)
             forward += count * one.forward
             backward += count * one.backward
@@ -165,10 +160,10 @@ class Timer:
             again += count * one.again
             tp, ep, cp = tp + count * one.tp, ep + count * one.ep, cp + count * one.cp
             tp_forward += count * (one.tp_forward + one.ep_forward + one.cp_forward)
-        if part.stop == self.scenario.spec.num_hidden_layers:
+        if stage.layers.stop == self.scenario.spec.num_hidden_layers:
             head = self.layers.head()
             forward, backward, weights = forward + head[0], backward + head[1], weights + head[2]
-        shown = self.states.gathers(part, forward, backward + weights + again)
+        shown = self.states.gathers(stage.layers, forward, backward + weights + again)
         return Passes(
             forward=forward + tp_forward + shown[0],
             backward=backward + again + tp + ep + cp - tp_forward + shown[1],
@@ -190,14 +185,9 @@ class Timer:
         return self.operations.links.send(size, far) * self.operations.software.pipeline
 
 
-def in_order(scenario: Scenario) -> list[range]:
-    """The layers of every stage."""
-    return sorted((part for held in scenario.stages for part in held), key=lambda part: part.start)
-
-
 def flow_of(scenario: Scenario, found: Sequence[Passes], transfer: float) -> Flow:
     """The flow of stages with these passes."""
-    layout, stages = scenario.layout, scenario.stages
+    layout = scenario.layout
     forward = [one.forward for one in found]
     weights = [one.weights for one in found]
     split = layout.pp > 1 and splits_backward(layout.schedule)
@@ -205,8 +195,7 @@ def flow_of(scenario: Scenario, found: Sequence[Passes], transfer: float) -> Flo
     times = StageTimes(forward, backward, weights if split else [0.0] * len(found), transfer)
     work = pipeline.rank_work(layout.schedule, layout.pp, times) if layout.pp > 1 else [forward[0] + backward[0]]
     slowest = max(range(layout.pp), key=lambda rank: work[rank])
-    held = set(stages[slowest])
-    own = [one for part, one in zip(in_order(scenario), found, strict=True) if part in held]
+    own = [one for stage, one in zip(scenario.stages, found, strict=True) if stage.rank == slowest]
     return Flow(
         times=times,
         micro_steps=max(1, round(scenario.micro_steps)),
@@ -251,8 +240,7 @@ def parts_of(
     """A step whose passes take so long, with what comes once a step: sums over data ranks, the optimizer."""
     optimizer, offload = update
     steady = length + reduction + optimizer + offload
-    nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
-    other = software.step_s + (steady * software.jitter * log2(nodes) if nodes > 1 else 0.0)
+    other = software.step_s + steady * jitter_of(scenario, software)
     # Ranks that share cores have those of the ones that wait: together they can be faster than the slowest alone.
     micro_steps = flow.micro_steps * min(1.0, length / (flow.micro_steps * flow.work))
     spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
@@ -268,3 +256,9 @@ def parts_of(
         offload=offload,
         other=other,
     )
+
+
+def jitter_of(scenario: Scenario, software: Software) -> float:
+    """Share of a step that ranks wait for the slowest of them: it grows with the machines."""
+    nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
+    return software.jitter * log2(nodes) if nodes > 1 else 0.0

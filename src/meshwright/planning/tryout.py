@@ -26,8 +26,8 @@ from meshwright.errors import UserError
 from meshwright.planning.answer import Plan
 from meshwright.planning.corrections import Learned, Observation, basis_of, corrected, subject_of
 from meshwright.planning.emit import run_table
-from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate, estimate, in_full
+from meshwright.planning.state_memory import GIB
 
 STEPS = 6
 """Of each candidate, the first of which is not counted."""

@@ -67,19 +67,24 @@ class TrainingStep:
         self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
         self.parallel.pulse = world.pulse
         self.data_rank = self.parallel.data_rank
-        # FSDP keeps shards where they were made; buffers are needed where the model computes.
-        materialise(self.model, torch.device("cpu") if strategy.offload == "parameters" else world.device)
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(world.device))
-        if config.model.from_hf:
-            fill_from_hf(self.model, Path(config.model.from_hf))
-        else:
-            initialize(self.model, spec, config.run.seed)
+        self.give_memory(spec)
         self.model.dropout_seed = config.run.seed
         self.model.train()
         self.optimizer = make_optimizer(self.parallel, config.train)
         self._mixtures = list(mixtures(self.model))
+
+    def give_memory(self, spec: ModelSpec) -> None:
+        """Give the split model its memory and first values."""
+        config, device = self.config, self.world.device
+        # FSDP keeps shards where they were made; buffers are needed where the model computes.
+        materialise(self.model, torch.device("cpu") if self.strategy.offload == "parameters" else device)
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
+        if config.model.from_hf:
+            fill_from_hf(self.model, Path(config.model.from_hf))
+        else:
+            initialize(self.model, spec, config.run.seed)
 
     def __call__(self, step: int, batch: dict[str, Tensor], asked_to_stop: bool = False) -> dict[str, float]:
         """Train on this rank's share of the global batch: tokens and samples, each (micro-steps, samples, ...).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,39 @@ _KINDS = {
     "_c10d_functional::all_gather_into_tensor": ALL_GATHER,
     "_c10d_functional::reduce_scatter_tensor": REDUCE_SCATTER,
 }
+_OTHERS = {
+    "c10d::allgather_": ALL_GATHER,
+    "c10d::allgather_into_tensor_coalesced_": ALL_GATHER,
+    "c10d::broadcast_": "broadcast",
+    "c10d::alltoall_base_": "all_to_all",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+    "c10d::send": "send",
+    "c10d::recv_": "receive",
+}
+"""Those that closed forms do not know."""
 _SILENT = ("wait_tensor", "_wrap_tensor_autograd", "barrier")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, as the dispatcher sees it."""
+
+    kind: str
+    ranks: str
+    """Those that take part."""
+    bytes: int
+    """The largest of what goes in and what comes out."""
+    dtype: torch.dtype | None = None
+
+
+def collective_of(operation: Any, inputs: Any, result: Any) -> Collective | None:
+    """The collective that an operation is; None if it is none."""
+    name = operation.name().split(".")[0]
+    kind = _KINDS.get(name) or _OTHERS.get(name)
+    if kind is not None:
+        tensors = _tensors([inputs, result])
+        return Collective(kind, _ranks(_group(inputs)), max(one.nbytes for one in tensors), tensors[0].dtype)
+    return Collective(name, "", 0) if "c10d" in name and not name.endswith(_SILENT) else None
 
 
 class RecordCollectives(TorchDispatchMode):
