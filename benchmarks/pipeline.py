@@ -99,7 +99,7 @@ def at_work(world: World, case: Case) -> list[Times]:
     step = step_of(world, case)
     found = []
     for number in range(case.steps + 1):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
         assert step.parallel.last_step is not None
         found.append(step.parallel.last_step.times()[0])
     return found[1:]

@@ -75,7 +75,7 @@ def measured(spec: ModelSpec, tokens: int, micro_batch: int, micro_steps: int, r
         step = step_of(world, case)
         seconds = []
         for number in range(case.steps):
-            batch = batch_of(case, number, 0, 1)
+            batch = batch_of(case, number, 0, step.strategy)
             torch.cuda.synchronize()
             started = time.perf_counter()
             step(number, batch)

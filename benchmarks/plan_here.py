@@ -73,7 +73,7 @@ def timed(world: World, case: Case) -> list[float]:
     step = step_of(world, case)
     found = []
     for number in range(case.steps):
-        batch = batch_of(case, number, step.data_rank, step.strategy.dp)
+        batch = batch_of(case, number, step.data_rank, step.strategy)
         started = time.perf_counter()
         step(number, batch)
         found.append(time.perf_counter() - started)

@@ -99,6 +99,7 @@ class TrainSection(_Section):
     """Replaces train.global_batch: "16..64 over 200" ramps up in 200 steps; [[0, 16], [100, 64]] sets it by hand."""
     micro_batch: int | None = free(None, gt=0)
     """Samples per forward pass and rank; the rest of the batch is accumulated. None takes the rank's whole share.
+    Where parallel.strategy deals out shares, those of one share: with shares=3+1 a rank takes 3 x or 1 x as many.
     The balancing loss of a mixture of experts is taken over the samples of one pass on all ranks."""
     optimizer: Literal["adamw", "sgd", "adafactor"] = "adamw"
     """adamw; sgd with momentum train.beta1; adafactor keeps row and column means of squared gradients instead of all
@@ -180,6 +181,8 @@ class ParallelSection(_Section):
     best strategy and micro-batch on the ranks there are, with constraints after it: auto tp<=2 zero=3."""
     cluster: str | None = free(None, min_length=1)
     """The machines that auto plans for, such as 64xh100 or a cluster file; None are machines like this one."""
+    retune: bool = free(False)
+    """Measure links and ranks at checkpoints, and change the strategy there when another should be 10% faster."""
 
 
 class CheckpointSection(_Section):

@@ -8,6 +8,7 @@ given. Kinds that only the code at that place can play, such as a loss that is n
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -20,6 +21,8 @@ from typing import Any
 from meshwright.errors import ConfigError
 
 VARIABLE = "MESHWRIGHT_FAULT"
+NOTES = "MESHWRIGHT_FAULT_NOTES"
+"""The variable with a file where faults that play are noted, with their time: for how long it takes to detect them."""
 
 
 class InjectedError(RuntimeError):
@@ -58,6 +61,14 @@ def _parse(text: str) -> Fault:
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(f"{VARIABLE}: '{text}' needs kind=... and phase=..., numbers elsewhere ({error})") from None
+
+
+def note(rank: int, step: int, fault: Fault) -> None:
+    """Note that a fault plays, where that is wanted."""
+    if NOTES in os.environ:
+        line = {"time": time.time(), "rank": rank, "step": step, "phase": fault.phase, "kind": fault.kind}
+        with open(os.environ[NOTES], "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def play(kind: str) -> None:

@@ -15,6 +15,13 @@ def write_atomically(path: Path, text: str) -> None:
     flush(path.parent)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """As `write_atomically`, for what readers must see whole but need not outlive a power cut."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.rename(path)
+
+
 def flush(path: Path) -> None:
     """Have a file's content, or a folder's names, on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.faults import VARIABLE, Fault, parse_faults, play
+from meshwright.faults import VARIABLE, Fault, note, parse_faults, play
 
 PHASES = (
     "start",
@@ -140,6 +140,7 @@ class Pulse:
         for fault in self._faults:
             if fault.plays(place, self.rank, self.step if step is None else step, self.generation):
                 fault.times -= 1
+                note(self.rank, self.step, fault)
                 play(fault.kind)
                 return fault.kind
         return None

@@ -9,6 +9,7 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
     pp          = ranks that hold the layers one after the other; schedule=1f1b; layers=even, balanced or 3+5 a stage
     cp          = ranks that split every sequence; cp_method=ring, ulysses or ulysses:N
     ep          = ranks that split the experts; divides dp
+    shares      = even, or how the samples are dealt out: 3+1 gives the first half of the dp ranks three times as many
     recompute   = none, full, selective, first:N; activations that the backward pass computes again
     offload     = none, optimizer, parameters; what lives in host memory
     wrap        = auto (layers, small ones with their neighbours), block, size:N, name:A+B; what is gathered together
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, nearest
@@ -37,6 +38,7 @@ RECOMPUTE = ("none", "full", "selective", "first:N")
 OFFLOAD = ("none", "optimizer", "parameters")
 WRAP = ("auto", "block", "size:N", "name:A+B")
 LAYERS = ("even", "balanced", "N+N")
+SHARES = ("even", "N+N")
 WHOLE_PARAMETERS = ("adafactor",)
 """Optimizers whose update of an element depends on others of its parameter."""
 CHOICES = {
@@ -46,8 +48,9 @@ CHOICES = {
     "recompute": RECOMPUTE,
     "offload": OFFLOAD,
     "wrap": WRAP,
+    "shares": SHARES,
 }
-KEYS = (*DEGREES, "zero", "sp", "schedule", "layers", "cp_method", "recompute", "offload", "wrap")
+KEYS = (*DEGREES, "zero", "sp", "schedule", "layers", "cp_method", "recompute", "offload", "wrap", "shares")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,9 @@ class Strategy:
     wrap: str = "auto"
     """What is gathered together under zero=2 and 3: auto (each layer, small ones with their neighbours), block (each
     layer), size:N (at least N parameters), name:A+B (modules)."""
+    shares: str = "even"
+    """How the samples of every micro-step are dealt out to the data-parallel ranks: even, or numbers, each for as many
+    consecutive ranks as the others (3+1: the first half of them gets three times what the second half gets)."""
 
     def __post_init__(self) -> None:
         for key in ("pp", "replicate", "shard", "cp", "tp", "ep"):
@@ -105,15 +111,49 @@ class Strategy:
         stages = self.pp * stages_per_rank(self.schedule)
         if self.layers not in ("even", "balanced") and len(self.layers.split("+")) != stages:
             raise ConfigError(f"layers={self.layers} is not one number for each of {stages} stages")
+        if self.shares != "even":
+            self._take_shares()
         _, _, members = self.cp_method.partition(":")
         if members and self.cp % int(members):
             legal = divisors(self.cp)
             raise ConfigError(f"cp_method={self.cp_method} must divide cp={self.cp}; N can be {listed(legal)}")
 
+    def _take_shares(self) -> None:
+        """Check the shares, and bring them into the form that all ways of writing them have."""
+        numbers = [int(number) for number in self.shares.split("+")]
+        if self.dp % len(numbers):
+            legal = [n for n in divisors(self.dp) if n > 1]
+            other = f"give {listed(legal)} numbers" if legal else "drop it, or raise dp"
+            raise ConfigError(f"shares={self.shares} has {len(numbers)} numbers for dp={self.dp} ranks; {other}")
+        lowest = [number // gcd(*numbers) for number in numbers]
+        # As few numbers as say the same: 3+3+1+1 is 3+1.
+        ranks = [number for number in lowest for _ in range(self.dp // len(lowest))]
+        fewest = next(n for n in divisors(self.dp) if all(len(set(part)) == 1 for part in _parts(ranks, n)))
+        text = "even" if fewest == 1 else "+".join(str(part[0]) for part in _parts(ranks, fewest))
+        object.__setattr__(self, "shares", text)
+
     @property
     def dp(self) -> int:
         """Ranks that work on different samples."""
         return self.replicate * self.shard
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """For each data-parallel rank, how many parts of a micro-step's samples are its own."""
+        if self.shares == "even":
+            return (1,) * self.dp
+        numbers = [int(number) for number in self.shares.split("+")]
+        return tuple(number for number in numbers for _ in range(self.dp // len(numbers)))
+
+    @property
+    def all_shares(self) -> int:
+        """Into how many parts the samples of a micro-step are cut; dp where all ranks get the same."""
+        return self.dp if self.shares == "even" else sum(self.data_shares)
+
+    def own_samples(self, data_rank: int, samples: int) -> slice:
+        """Which samples of a micro-step are a data-parallel rank's; `all_shares` must divide their number."""
+        parts, one = self.data_shares, samples // self.all_shares
+        return slice(sum(parts[:data_rank]) * one, sum(parts[: data_rank + 1]) * one)
 
     @property
     def expert_degrees(self) -> list[int]:
@@ -175,7 +215,8 @@ class Strategy:
     def fewest_processes(cls, text: str) -> int:
         """With how many processes a short form can do."""
         words = {key: int(value) for key, value in _words(text).items() if value.isdecimal()}
-        copies = lcm(words.get("replicate", 1) * words.get("shard", 1), words.get("ep", 1))
+        shares = len(_words(text).get("shares", AUTO).split("+"))
+        copies = lcm(words.get("replicate", 1) * words.get("shard", 1), words.get("ep", 1), shares)
         return cls.processes(text) or copies * words.get("tp", 1) * words.get("pp", 1) * words.get("cp", 1)
 
     def __str__(self) -> str:
@@ -190,7 +231,7 @@ class Strategy:
             parts.append("sp=off")
         parts += [
             f"{key}={getattr(self, key)}"
-            for key in ("schedule", "layers", "cp_method", "recompute", "offload", "wrap")
+            for key in ("schedule", "layers", "cp_method", "recompute", "offload", "wrap", "shares")
             if getattr(self, key) != getattr(default, key)
         ]
         return " ".join(parts)
@@ -218,14 +259,19 @@ class Strategy:
             )
 
     def micro_steps(self, batch: int, micro_batch: int | None) -> int:
-        """Forward passes per optimizer step on each rank for a global batch; refuses one that does not divide."""
-        unit = self.dp * (micro_batch or 1)
+        """Forward passes per optimizer step on each rank for a global batch; refuses one that does not divide.
+
+        A micro-batch is that of one share: a rank with three shares takes three of them in one pass.
+        """
+        shares = self.all_shares
+        unit = shares * (micro_batch or 1)
         if batch % unit:
             below, above = batch // unit * unit, -(-batch // unit) * unit
             legal = f"{below} or {above}" if below else str(above)
-            detail = f"dp={self.dp}" + (f" x train.micro_batch={micro_batch}" if micro_batch else "")
+            detail = f"dp={self.dp}" if self.shares == "even" else f"all shares of dp={self.dp} shares={self.shares}"
+            detail += f" x train.micro_batch={micro_batch}" if micro_batch else ""
             raise ConfigError(f"a global batch of {batch} is not divisible by {unit} ({detail}); use {legal}")
-        share = batch // self.dp
+        share = batch // shares
         if micro_batch:
             return share // micro_batch
         # Enough for the stages to be busy most of the time, as large as that allows.
@@ -270,6 +316,12 @@ def _copies(text: str, given: Mapping[str, int], zero: int, dp: int) -> tuple[in
         legal = [dp] if zero == 0 else divisors(dp)
         raise refuse(text, f"{key}={given[key]} does not fit {found}; {key} can be {listed(legal)}")
     return replicate, shard
+
+
+def _parts(numbers: list[int], count: int) -> list[list[int]]:
+    """That many parts of a list, all as long."""
+    length = len(numbers) // count
+    return [numbers[first : first + length] for first in range(0, len(numbers), length)]
 
 
 def _words(text: str) -> Mapping[str, str]:

@@ -12,11 +12,12 @@ from functools import partial
 
 from meshwright.config import RunConfig
 from meshwright.elastic.budget import Budget
-from meshwright.elastic.membership import Member, Nodes
+from meshwright.elastic.member import Member
+from meshwright.elastic.membership import Alone, Membership
 from meshwright.elastic.placement import Choice, Placement
 from meshwright.elastic.ranks import Ending, Work
-from meshwright.elastic.rendezvous import interface_to
-from meshwright.elastic.supervisor import Alone, Membership, Supervisor
+from meshwright.elastic.rendezvous import Nodes, interface_to
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
@@ -36,6 +37,7 @@ from meshwright.training.out_of_memory import explain, is_out_of_memory, with_mi
 from meshwright.training.planned import Planned, agree, plan_ranks, plan_run, with_choice
 from meshwright.training.recover import Recover
 from meshwright.training.replicas import CheckReplicas
+from meshwright.training.retune import Retune
 from meshwright.training.run_folder import RunFolder
 
 
@@ -46,6 +48,8 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     if config.observe.ledger:
         hooks.append(Ledger())
     hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]
+    if config.parallel.retune:
+        hooks.append(Retune())
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
@@ -129,7 +133,8 @@ def _digest(config: RunConfig) -> str:
 def _work(run: Planned | RunConfig, placement: Placement) -> Work:
     """What the ranks of a generation do: as planned, or as the machines of this generation have agreed."""
     if isinstance(run, Planned):
-        return partial(_train_rank, run)
+        retuned = placement.generation > 0 and run.asked.parallel.retune
+        return partial(_train_rank, plan_run(run.asked, placement.world, run.local) if retuned else run)
     choice = placement.choice
     assert choice is not None
     config = with_choice(run, choice.strategy, choice.micro_batch)

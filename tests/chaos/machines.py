@@ -112,7 +112,7 @@ class Machines:
         process = subprocess.Popen(
             command,
             cwd=self.folder,
-            env=environment_of(fault),
+            env=environment_of(fault, self.folder / "run"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

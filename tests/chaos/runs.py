@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from meshwright.faults import VARIABLE
+from meshwright.faults import NOTES, VARIABLE
 
 STEPS = 20
 EVERY = 5
@@ -126,7 +126,7 @@ def start(
     """
     ranks = [] if nproc is None else ["--nproc", str(nproc)]
     command = [*under, sys.executable, "-m", "meshwright", "train", *settings, *SETTINGS, f"run.dir={name}", *ranks]
-    environment = {**environment_of(fault), "PYTHONFAULTHANDLER": "1", **variables}
+    environment = {**environment_of(fault, folder / name), "PYTHONFAULTHANDLER": "1", **variables}
     process = subprocess.Popen(
         [*command, *options],
         cwd=folder,
@@ -140,11 +140,23 @@ def start(
     return Training(process, folder / name)
 
 
-def environment_of(fault: str) -> dict[str, str]:
-    """Variables of a training. Over which interface its ranks talk is theirs to find out: tests that ran ranks in this
-    process have set it here."""
+def environment_of(fault: str, folder: Path) -> dict[str, str]:
+    """Variables of a training in a run folder.
+
+    Over which interface its ranks talk is theirs to find out: tests that ran ranks in this process have set it here.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
-    return {**kept, VARIABLE: fault}
+    return {**kept, VARIABLE: fault, NOTES: str(_notes(folder))}
+
+
+def _notes(folder: Path) -> Path:
+    """Where the faults of a run are noted."""
+    return folder.with_name(f"{folder.name}-faults.jsonl")
+
+
+def fault_time(folder: Path, kind: str) -> float:
+    """When a fault of a kind first played in a run."""
+    return float(next(line["time"] for line in lines(_notes(folder)) if line["kind"].startswith(kind)))
 
 
 def ranks_below(pid: int) -> dict[int, psutil.Process]:
@@ -217,15 +229,34 @@ def assert_near_run(folder: Path, undisturbed: Path, bound: float = 1e-9) -> Non
             assert abs(mine - other) <= bound * max(1.0, abs(other)), f"step {step}: {mine} and {other}"
 
 
-def report(case: str, folder: Path) -> None:
-    """Print what the faults of a run cost: seconds to notice, seconds to the first new step, steps done again."""
+def report(case: str, folder: Path, note: str = "") -> None:
+    """Print what each failure of a run's ranks cost, as the run's events have it."""
     failed, restarted = events(folder, "failed"), events(folder, "restarted")
-    for number, failure in enumerate(failed):
-        line = f"{case}: noticed {failure['detect_s']:.2f} s"
-        if number < len(restarted):
-            again = restarted[number]
-            line += f", first new step after {again['restart_s']:.2f} s, {again['steps_lost']} steps lost"
-        print(line)
+    assert failed, "nothing failed"
+    for failure in failed:
+        later = [event["generation"] for event in failed if event["generation"] > failure["generation"]]
+        until = min(later, default=float("inf"))
+        found = [event for event in restarted if failure["generation"] < event["generation"] <= until]
+        if found:
+            print_cost(case, failure["detect_s"], found[0]["restart_s"], found[0]["steps_lost"], note)
+        else:
+            print_cost(case, failure["detect_s"], None, None, "failed again" if later else "not started again")
+
+
+def print_cost(case: str, detect_s: float | None, restart_s: float | None, lost: int | None, note: str = "") -> None:
+    """What a fault cost, the same line for every case: seconds until it was detected, from then to the first new step,
+    steps done again. None is what a case does not have."""
+    words = [
+        case,
+        f"detect {_seconds(detect_s)}",
+        f"restart {_seconds(restart_s)}",
+        f"steps lost {'-' if lost is None else lost}",
+    ]
+    print(" | ".join([*words, *([note] if note else [])]))
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} s"
 
 
 def wait_until_gone(processes: Iterable[psutil.Process], timeout: float) -> float:

@@ -14,7 +14,7 @@ from meshwright.checkpoint.checked import find_damage
 from meshwright.checkpoint.format import read_manifest, step_name, write_manifest
 from meshwright.checkpoint.place import LocalPlace
 from meshwright.errors import ExitCode
-from tests.chaos.runs import assert_near_run, assert_same_run, checkpoints, events, losses, report, start
+from tests.chaos.runs import assert_near_run, assert_same_run, checkpoints, events, losses, print_cost, report, start
 
 PULLS = {
     "staging": "rank=1,step=10,phase=stage,kind=sigkill",
@@ -65,6 +65,7 @@ def test_full_disk_costs_a_checkpoint_and_the_next_one_is_saved_when_there_is_ro
     saved = [event["step"] for event in events(training.folder, "checkpoint")]
     assert saved[-1] == 20
     assert losses(training.folder) == losses(undisturbed)
+    print_cost("a full disk", None, None, 0, "a checkpoint less; training went on")
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,8 @@ def test_damaged_checkpoint_is_passed_over_aloud(
     (told,) = events(training.folder, "checkpoint_fallback")
     assert told["step"] == 10
     assert len(list((training.folder / "checkpoints").glob("step-000015.damaged-*"))) == 1
+    found = told["time"] - training.started
+    print_cost(f"{kind} in the newest checkpoint", found, None, 16 - 10, "detected with the start of the process")
     assert_same_run(training.folder, undisturbed)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshwright.errors import ExitCode
 from meshwright.lock import Fence, read_holder, take_lock
-from tests.chaos.runs import assert_same_run, checkpoints, events, start
+from tests.chaos.runs import assert_same_run, checkpoints, events, print_cost, report, start
 
 
 def test_step_that_always_fails_ends_without_burning_restarts(settings: list[str], tmp_path: Path) -> None:
@@ -21,6 +21,7 @@ def test_step_that_always_fails_ends_without_burning_restarts(settings: list[str
     assert [(line["rank"], line["step"], line["phase"], line["generation"]) for line in failed] == [
         (1, 7, "backward", generation) for generation in range(3)
     ]
+    report("a step that always fails", training.folder)
 
 
 def test_first_traceback_is_that_of_the_guilty_rank(settings: list[str], tmp_path: Path) -> None:
@@ -32,6 +33,7 @@ def test_first_traceback_is_that_of_the_guilty_rank(settings: list[str], tmp_pat
     assert "InjectedError: injected fault raise" in ended.err
     assert "Connection closed" not in ended.err
     assert {line["rank"] for line in events(training.folder, "failed")} == {2}
+    report("a rank that raises", training.folder)
 
 
 def test_mistake_of_the_user_found_by_a_rank_is_not_tried_again(settings: list[str], tmp_path: Path) -> None:
@@ -55,7 +57,9 @@ def test_second_training_in_a_folder_is_refused_with_the_name_of_the_first(setti
     holder = read_holder(training.folder / ".lock")
     assert holder is not None
     assert f"process {training.process.pid} on {holder.host} (generation 0)" in second.err
-    assert time.monotonic() - began < 15, "a launcher that is seen to live is not waited for"
+    refused = time.monotonic() - began
+    assert refused < 15, "a launcher that is seen to live is not waited for"
+    print_cost("a second training in the folder", refused, None, 0, "refused; with the start of its process")
     training.launcher.send_signal(signal.SIGTERM)
     assert training.wait().code == ExitCode.PREEMPTED
 
@@ -71,7 +75,9 @@ def test_rank_of_a_generation_that_was_replaced_writes_no_more(settings: list[st
         lock.read_text().replace(holder.launch, "other").replace(holder.host, "elsewhere")
     )
     lock.with_name(".new").rename(lock)
+    began = time.monotonic()
     ended = training.wait(30)
+    print_cost("a generation that was replaced", time.monotonic() - began, None, None, "it writes no more and ends")
     assert ended.code == ExitCode.LOCKED
     assert "belongs to process" in ended.err
     assert "on elsewhere" in ended.err

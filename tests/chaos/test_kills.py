@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from meshwright.errors import ExitCode
-from tests.chaos.runs import EVERY, assert_same_run, events, report, start, wait_until_gone
+from tests.chaos.runs import EVERY, assert_same_run, events, last_step, print_cost, report, start, wait_until_gone
 
 KILLS = {
     "one rank in the forward pass": ("rank=1,step=7,phase=forward,kind=sigkill", {1}),
@@ -44,6 +45,7 @@ def test_rank_that_is_killed_before_its_first_step_is_restarted(
     assert_same_run(training.folder, undisturbed)
     (failed,) = events(training.folder, "failed")
     assert (failed["rank"], failed["step"], failed["phase"]) == (1, 0, "restore")
+    report("kill -9 before the first step", training.folder)
 
 
 def test_ranks_die_with_their_launcher_and_the_same_command_goes_on_at_once(
@@ -53,6 +55,7 @@ def test_ranks_die_with_their_launcher_and_the_same_command_goes_on_at_once(
     training.wait_for_step(12)
     ranks = list(training.ranks().values())
     assert len(ranks) == 2
+    killed, done = time.time(), last_step(training.folder)
     training.launcher.kill()
     again = start(tmp_path, settings)
     gone = wait_until_gone(ranks, timeout=10)
@@ -60,4 +63,6 @@ def test_ranks_die_with_their_launcher_and_the_same_command_goes_on_at_once(
     ended = again.wait()
     assert ended.code == ExitCode.DONE, ended.err
     assert_same_run(again.folder, undisturbed)
-    print(f"kill -9 of the launcher: ranks gone after {gone:.2f} s, the next command took the run over")
+    (resumed,) = events(again.folder, "resumed")
+    note = "detected: all ranks gone; restarted: by the next command, with the start of its process"
+    print_cost("kill -9 of the launcher", gone, resumed["time"] - killed, max(0, done - resumed["step"]), note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -13,13 +14,24 @@ import pytest
 
 from meshwright.errors import ExitCode
 from tests.chaos.machines import Machines, until
-from tests.chaos.runs import assert_near_run, checkpoints, events, last_step, metrics, start, wait_until_gone
+from tests.chaos.runs import (
+    assert_near_run,
+    checkpoints,
+    events,
+    last_step,
+    metrics,
+    print_cost,
+    report,
+    start,
+    wait_until_gone,
+)
 
 NODES = "2:4"
 STEPS = 40
 # Slow enough for something to happen meanwhile.
 SLOW = "phase=data,kind=sleep:0.1,times=100000,generation=any"
 CHANGES = [f"train.steps={STEPS}", "train.global_batch=12", "train.precision=float64", "elastic.join_timeout_s=90"]
+HANGS = ["train.steps=12", "train.precision=float64", "elastic.hang_floor_s=3.0", "elastic.hang_factor=3.0"]
 slow_chaos = pytest.mark.slow_chaos
 
 
@@ -49,7 +61,9 @@ def started_with(folder: Path, ranks: int, starts: int) -> bool:
 
 
 def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: Machines, reference: Path) -> None:
-    a, b, c = (machines.train(name, *CHANGES, nodes=NODES, fault=SLOW) for name in "abc")
+    # The run must still be on when the machine's new processes have started, also where other work slows them down.
+    slow = SLOW.replace("sleep:0.1", "sleep:0.3")
+    a, b, c = (machines.train(name, *CHANGES, nodes=NODES, fault=slow) for name in "abc")
     folder = a.folder
     until(lambda: last_step(folder) >= 7, "step 7")
     at = len(resumed(folder))
@@ -61,7 +75,7 @@ def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: M
     wait_until_gone(ranks, 10)
     lost = until(lambda: started_with(folder, 2, at + 1), "a start of two machines")
     assert last_step(folder) >= checkpoints(folder)[-1] >= 5
-    again = machines.train("c", *CHANGES, nodes=NODES, fault=SLOW)
+    again = machines.train("c", *CHANGES, nodes=NODES, fault=slow)
     back = until(lambda: started_with(folder, 3, at + 2), "a start of three machines")
     # Who comes in is announced: the others save first, and no step is done again.
     (stopped,) = events(folder, "stopped")
@@ -72,7 +86,8 @@ def test_machine_that_is_lost_and_returns_costs_steps_but_no_samples(machines: M
     assert_near_run(folder, reference)
     (failed,) = events(folder, "failed")
     assert (failed["host"], failed["cause"]) == ("c", "machine lost")
-    print(f"machine lost: two others go on after {lost:.1f} s; machine returned: used after {back:.1f} s, 0 steps lost")
+    report("machine lost", folder, f"two others have started again {lost:.1f} s after its end")
+    print_cost("machine returned", None, back, 0, "with the start of its processes; all saved first")
     assert back < 60
 
 
@@ -85,7 +100,10 @@ def test_machine_that_is_cut_off_ends_and_the_others_go_on(machines: Machines, r
     began = time.monotonic()
     noticed = until(lambda: started_with(a.folder, 2, at + 1), "a start of two machines")
     ended = a.wait(60)
-    print(f"machine cut off: the others go on after {noticed:.1f} s, it ends after {time.monotonic() - began:.1f} s")
+    note = (
+        f"the others have started again {noticed:.1f} s after the cut, it ended after {time.monotonic() - began:.1f} s"
+    )
+    report("machine cut off", a.folder, note)
     assert ended.code == ExitCode.PARTITIONED, ended.err
     assert machines.endpoint in ended.err
     for training in (b, c):
@@ -134,7 +152,7 @@ def test_store_that_is_lost_is_named_and_the_run_is_saved(machines: Machines) ->
     store = machines.processes[0]
     store.kill()
     ended = [training.wait(60) for training in (a, b)]
-    print(f"store lost: saved and ended after {time.monotonic() - began:.1f} s")
+    print_cost("store lost", None, None, 0, f"saved and ended after {time.monotonic() - began:.1f} s")
     for one in ended:
         assert one.code == ExitCode.PARTITIONED, one.err
         assert f"the store at {machines.endpoint} cannot be reached" in one.err
@@ -167,7 +185,42 @@ def test_killed_rank_of_one_machine_restarts_all_of_them(machines: Machines, ref
         assert "rank 1 of 2 was ended by SIGKILL" in ended.err, "every machine is told the cause"
     (failed,) = events(a.folder, "failed")
     assert (failed["host"], failed["rank"], failed["step"]) == ("b", 1, 9)
+    report("kill -9 of a rank of one of two machines", a.folder)
     assert_near_run(a.folder, reference)
+
+
+def test_stopped_rank_is_named_with_its_machine_and_the_waiting_ranks_of_the_others(machines: Machines) -> None:
+    fault = "rank=1,step=7,phase=backward,kind=sigstop"
+    a, b = (machines.train(name, *HANGS, nodes="2", fault=fault) for name in "ab")
+    for training in (a, b):
+        ended = training.wait()
+        assert ended.code == ExitCode.DONE, ended.err
+        assert "rank 1 of 2 on b: hangs" in ended.err, "every machine is told who it was, and none blames its own"
+        assert "rank 1 on b is stopped by a signal in backward of step 7" in ended.err
+    report("SIGSTOP of a rank on another machine", a.folder)
+    (hang,) = events(a.folder, "hang")
+    assert (hang["host"], hang["ranks"]) == ("b", [1])
+    text = Path(hang["report"]).read_text()
+    assert "Hold up the others: rank 1 on b." in text
+    assert re.search(r"rank 0 waits in all_reduce number \d+ of .*, where rank 1 did not arrive", text), text
+    assert re.search(r"rank 0 on a \(process \d+\)\n    in \w+ of step 7", text), text
+
+
+def test_ranks_of_two_machines_that_disagree_are_named(machines: Machines) -> None:
+    """Each machine alone sees only that its rank waits for the other."""
+    fault = "rank=1,step=7,phase=reduce,kind=all_reduce:skip"
+    strategy = "parallel.strategy=dp=2 zero=3"
+    a, b = (machines.train(name, *HANGS, strategy, nodes="2", fault=fault) for name in "ab")
+    for training in (a, b):
+        ended = training.wait()
+        assert ended.code == ExitCode.DONE, ended.err
+    report("ranks of two machines disagree", a.folder)
+    text = events(a.folder, "hang")[0]["text"]
+    assert re.search(
+        r"ranks disagree in collective \d+ of the group of all ranks \(ranks 0 1\): "
+        r"rank 0 called all_reduce of \[\] double, rank 1 called all_reduce of \[\d+\] double",
+        text,
+    ), text
 
 
 @slow_chaos
@@ -184,6 +237,9 @@ def test_machine_that_dies_again_and_again_is_quarantined(machines: Machines) ->
     ended = machines.train("c", *options, nodes=NODES).wait(60)
     assert ended.code == ExitCode.QUARANTINED
     assert "c is quarantined: its agent died 3 times" in ended.err
+    until(lambda: events(a.folder, "quarantined"), "word of it in the run's events", 10)
+    (quarantined,) = events(a.folder, "quarantined")
+    assert (quarantined["host"], quarantined["deaths"]) == ("c", 3)
     step = last_step(a.folder)
     until(lambda: last_step(a.folder) > step + 3, "more steps")
     for training in (a, b):

@@ -22,7 +22,10 @@ from tests.chaos.runs import (
     assert_same_run,
     checkpoints,
     events,
+    fault_time,
     metrics,
+    print_cost,
+    report,
     start,
 )
 
@@ -37,12 +40,13 @@ def run(folder: Path, settings: list[str], *options: str, code: int = ExitCode.D
     return ended
 
 
-def say(case: str, folder: Path, kind: str, *, fault_step: int) -> None:
-    """Print what a fault cost."""
+def say(case: str, folder: Path, kind: str, *, fault: str) -> None:
+    """Print what a fault of that kind, which led to an event, cost."""
     found, undone = events(folder, kind)[0], events(folder, "rollback")
     lost = sum(event["step"] - event["to"] for event in undone)
-    seconds = f", back after {undone[0]['time'] - found['time']:.2f} s" if undone else ""
-    print(f"{case}: noticed {found['step'] - fault_step} steps later{seconds}, {lost} steps lost")
+    back = undone[0]["time"] - found["time"] if undone else None
+    note = "" if undone else f"no restart: step {found['step']} is left out"
+    print_cost(case, found["time"] - fault_time(folder, fault), back, lost, note)
 
 
 def finite(folder: Path) -> bool:
@@ -74,7 +78,7 @@ def test_a_loss_that_is_nan_on_one_rank_is_skipped_by_all_and_its_samples_are_na
     assert found.skipped_steps == {12: "nonfinite"}
     assert not events(folder, "rollback")
     assert finite(folder)
-    say("27: NaN loss on one rank", folder, "nonfinite", fault_step=12)
+    say("27: NaN loss on one rank", folder, "nonfinite", fault="nan")
 
 
 def test_gradients_that_are_nan_after_they_were_summed_are_skipped_by_all(settings: list[str], tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def test_gradients_that_are_nan_after_they_were_summed_are_skipped_by_all(settin
     assert "gradients are not numbers on rank 1 alone" in ended.err
     assert account(folder).skipped_steps == {12: "nonfinite"}
     assert finite(folder)
-    say("28: NaN gradient after the sum", folder, "nonfinite", fault_step=12)
+    say("28: NaN gradient after the sum", folder, "nonfinite", fault="nan")
 
 
 BAD = "".join(f"rank=1,step={step},phase=forward,kind=nan;" for step in (12, 13, 14))
@@ -107,7 +111,7 @@ def test_after_some_bad_steps_the_run_goes_back_and_leaves_their_samples_out(
     assert found.steps[12] == [(112, 120)]
     assert [line["step"] for line in metrics(folder)] == list(range(1, STEPS + 1))
     assert finite(folder)
-    say("27: NaN loss in three steps", folder, "nonfinite", fault_step=12)
+    say("27: NaN loss in three steps", folder, "nonfinite", fault="nan")
 
 
 def test_a_run_that_went_back_and_is_killed_later_goes_on_without_the_same_samples(
@@ -230,7 +234,7 @@ def test_a_spike_of_the_loss_leads_to_what_was_asked_for(settings: list[str], tm
         assert (event["step"], event["to"], event["skipped"]) == (22, 15, [[152, 176]])
         assert found.skipped_windows == [(152, 176)]
         assert not any(line.get("spike") for line in by_step.values())
-    say(f"29: loss spike, {policy}", folder, "spike", fault_step=20)
+    say(f"29: loss spike, {policy}", folder, "spike", fault="spike")
 
 
 @pytest.mark.parametrize("nproc", [3, 2])
@@ -255,7 +259,7 @@ def test_a_bit_that_flips_on_one_rank_is_found_and_undone(
     else:
         run(tmp_path, settings, *options, nproc=3, name="clean")
         assert_same_run(folder, tmp_path / "clean")
-    say("30: bit flip on one of several copies", folder, "replicas_differ", fault_step=15)
+    say("30: bit flip on one of several copies", folder, "replicas_differ", fault="bitflip")
 
 
 @pytest.mark.slow_chaos
@@ -312,7 +316,7 @@ def test_a_sample_that_cannot_be_used_is_named_or_left_out_as_asked(
     assert found.bad == [53]
     tokens = [line["tokens"] for line in metrics(tmp_path / "goes-on")]
     assert tokens == [8 * 32] * 6 + [7 * 32] + [8 * 32] * 13
-    print("36: a sample that cannot be used: named, or left out of one step")
+    print_cost("36: a sample that cannot be used", None, None, 0, "named, or left out of its step")
 
 
 @pytest.fixture
@@ -337,7 +341,7 @@ def test_resumes_within_later_epochs_and_at_their_end_lose_and_repeat_nothing(
     assert found.exact, found.problems
     assert found.steps == account(tmp_path / "straight").steps
     assert_same_run(tmp_path / "run", tmp_path / "straight")
-    print("37: resumed in the second epoch, again, and at its end: same samples, same bits, 0 steps lost")
+    print_cost("37: resumed in the second epoch, again, and at its end", None, None, 0, "same samples, same bits")
 
 
 @pytest.mark.slow_chaos
@@ -347,7 +351,7 @@ def test_the_depth_of_the_prefetch_may_change_between_runs(settings: list[str], 
     found = account(tmp_path / "run")
     assert found.exact, found.problems
     assert found.fed == STEPS * 8
-    print("38: prefetch of 2, 1 and 5 steps: every sample once, 0 steps lost")
+    print_cost("38: resumed with a prefetch of 2, 1 and 5 steps", None, None, 0, "every sample once")
 
 
 def test_other_numbers_of_ranks_go_on_with_the_same_samples(settings: list[str], tmp_path: Path) -> None:
@@ -359,7 +363,7 @@ def test_other_numbers_of_ranks_go_on_with_the_same_samples(settings: list[str],
     assert found.exact, found.problems
     assert found.steps == straight.steps
     assert_near_run(tmp_path / "run", tmp_path / "straight", bound=1e-9)
-    print("39: 4, 2, 3, 4 ranks: same samples in every step, loss within 1e-9, 0 steps lost")
+    print_cost("39: resumed on 4, 2, 3, 4 ranks", None, None, 0, "same samples in every step, loss within 1e-9")
 
 
 MEMORY = ["data.sequence_length=256", "train.global_batch=128", "train.steps=2", "checkpoint.every=1"]
@@ -390,8 +394,7 @@ def test_with_retry_a_run_that_ran_out_of_memory_goes_on_with_smaller_passes(
     assert account(folder).exact
     run(tmp_path, settings, *MEMORY, name="roomy")
     assert_near_run(folder, tmp_path / "roomy", bound=1e-4)
-    again = events(folder, "restarted")[0]["restart_s"]
-    print(f"43: out of memory: {len(found)} restarts with smaller passes, the first in {again:.2f} s")
+    report("43: out of memory", folder, "with smaller passes")
 
 
 def test_no_checkpoint_is_lost_to_a_rollback(settings: list[str], tmp_path: Path) -> None:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import ExitCode
-from tests.chaos.runs import STEPS, assert_same_run, checkpoints, last_step, start, wait_until_gone
+from tests.chaos.runs import (
+    STEPS,
+    assert_same_run,
+    checkpoints,
+    fault_time,
+    last_step,
+    print_cost,
+    start,
+    wait_until_gone,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,11 +38,14 @@ def test_signal_to_one_rank_in_any_phase_saves_and_the_same_command_goes_on(
     evaluations = f"train.eval_every={STEPS // 2}"
     training = start(tmp_path, settings, evaluations, fault=f"rank=1,step={step},phase={phase},kind=sigterm")
     ended = training.wait()
+    ended_at = time.time()
     assert ended.code == ExitCode.PREEMPTED, ended.err
     assert "Traceback" not in ended.err
     # What is recorded is saved: nothing has to be done again.
     assert last_step(training.folder) == (checkpoints(training.folder) or [0])[-1]
     assert last_step(training.folder) in (step, step + 1)
+    seconds = ended_at - fault_time(training.folder, "sigterm")
+    print_cost(f"SIGTERM to one rank in {phase}", None, None, 0, f"saved and ended in {seconds:.2f} s")
     again = start(tmp_path, settings)
     ended = again.wait()
     assert ended.code == ExitCode.DONE, ended.err
@@ -54,7 +66,7 @@ def test_signal_to_the_whole_process_group_saves(number: signal.Signals, setting
     os.killpg(training.process.pid, number)
     ended = training.wait()
     assert ended.code == ExitCode.PREEMPTED, ended.err
-    print(f"{number.name}: saved and ended in {time.monotonic() - began:.2f} s")
+    print_cost(number.name, None, None, 0, f"saved and ended in {time.monotonic() - began:.2f} s")
     assert checkpoints(training.folder)[-1] == last_step(training.folder)
 
 
@@ -69,7 +81,9 @@ def test_second_signal_during_the_save_ends_at_once_and_damages_nothing(
     training.launcher.send_signal(signal.SIGTERM)
     ended = training.wait(20)
     assert ended.code == 128 + signal.SIGTERM
-    wait_until_gone(ranks, 5)
+    gone = wait_until_gone(ranks, 5)
+    note = f"ranks gone {gone:.2f} s after the launcher; the checkpoint in hand is not there"
+    print_cost("a second SIGTERM during the save", None, None, last_step(training.folder) - 5, note)
     again = start(tmp_path, settings)
     ended = again.wait()
     assert ended.code == ExitCode.DONE, ended.err

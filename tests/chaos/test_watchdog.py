@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from meshwright.errors import ExitCode
-from tests.chaos.runs import Training, assert_same_run, events, kill, report, start
+from tests.chaos.runs import Training, assert_same_run, events, fault_time, kill, print_cost, report, start
 
 TIGHT = ("elastic.hang_floor_s=3.0", "elastic.hang_factor=3.0")
 FLOOR_S = 3.0
@@ -57,15 +56,15 @@ def test_rank_that_is_stopped_for_a_while_is_let_be(settings: list[str], tmp_pat
     # The rest of the run takes a while, so that somebody can see that it goes on.
     fault = "rank=1,step=7,phase=backward,kind=sigstop;step=10,phase=data,kind=sleep:2"
     training = start(tmp_path, settings, "elastic.hang_floor_s=30.0", fault=fault)
-    began = time.monotonic()
     training.wait_for_event("warning")
-    print(f"SIGSTOP, SIGCONT: warned after {time.monotonic() - began:.1f} s with the start of the run")
     kill(training.ranks()[1], signal.SIGCONT)
     ended = training.wait()
     assert ended.code == ExitCode.DONE, ended.err
     assert events(training.folder, "failed") == []
     (warning,), (cleared,) = events(training.folder, "warning"), events(training.folder, "cleared")
     assert warning["ranks"] == cleared["ranks"] == [1]
+    noticed = warning["time"] - fault_time(training.folder, "sigstop")
+    print_cost("SIGSTOP, then SIGCONT", noticed, None, 0, "a warning, no restart")
     assert "stopped by a signal in backward of step 7" in warning["text"]
     assert_same_run(training.folder, undisturbed)
 
@@ -143,9 +142,7 @@ def test_tensors_that_differ_in_a_collective_are_named_without_a_wait(
     """gloo aborts one of the ranks; started again with checks, both say what they called."""
     fault = f"rank=1,step=7,phase=reduce,kind=all_reduce:{how},generation=any"
     training = start(tmp_path, settings, *TIGHT, "elastic.same_step_failures=2", fault=fault)
-    began = time.monotonic()
     ended = training.wait()
-    print(f"{how} differs: ended with both ranks' calls {time.monotonic() - began:.1f} s after the start")
     assert ended.code == ExitCode.NO_PROGRESS, ended.err
     aborted, checked = events(training.folder, "failed")
     assert aborted["cause"] == "ended by SIGABRT inside a collective"
@@ -155,6 +152,7 @@ def test_tensors_that_differ_in_a_collective_are_named_without_a_wait(
     )
     assert said, checked["cause"]
     assert events(training.folder, "hang") == []
+    report(f"another {how} in a collective", training.folder)
 
 
 def test_stage_that_waits_for_another_is_not_to_blame(settings: list[str], tmp_path: Path) -> None:

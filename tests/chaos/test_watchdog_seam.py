@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from meshwright.elastic.budget import Budget
+from meshwright.elastic.membership import Alone
 from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Work
-from meshwright.elastic.supervisor import Alone, Supervisor
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.parallel.world import World

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import load_config
+from meshwright.observe.ledger import account
 from meshwright.strategy import Strategy
 
 SMALL = ["--model", "llama3.2-1b", "--cluster", "8xh100", "--seq-len", "2048", "--global-batch", "64"]
@@ -149,6 +150,12 @@ def test_a_hugging_face_config_is_a_model(tmp_path: Path) -> None:
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "tp<=2", "tp>=4"], "contradict"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--global-batch", "0"], "whole numbers from 1"),
         (["--model", "llama3.1-8b", "--cluster", "8xv100"], "lacks it"),
+        (
+            ["--model", "llama3.1-8b", "--cluster", "8xh100+8xv100"],
+            "NVIDIA V100 SXM 32 GB lacks it; use fp16 or float32",
+        ),
+        (["--model", "llama3.1-8b", "--cluster", "8xh100", "shares!=even"], "are of one kind"),
+        (["--model", "tiny", "--cluster", "1xh100+1xa100", "pp=2", "layers=9+9"], "meets pp=2, layers=9+9"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--tokens", "many"], "number of tokens"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--objective", "luck"], "not one of"),
         (["--model", "llama3.1-8b", "--cluster", "8xh100", "--out", "x"], "--emit"),
@@ -163,3 +170,53 @@ def test_a_model_that_fits_nowhere_names_the_nearest() -> None:
     shown = plan("--model", "llama3.1-405b", "--cluster", "8xrtx4090", code=1).stdout
     assert "nothing fits" in shown
     assert "nearest is" in shown
+
+
+def test_a_plan_for_two_kinds_of_chips_shows_the_ways_and_who_is_where(tmp_path: Path) -> None:
+    asked = ["--model", "llama3.2-1b", "--cluster", "8xh100+8xa100", "--seq-len", "2048", "--global-batch", "256"]
+    page = tmp_path / "plan.html"
+    shown = plan(*asked, "--html", str(page)).stdout
+    for words in (
+        "only 8 x NVIDIA H100",
+        "at the pace of the slowest",
+        "a pipeline over the groups",
+        "shares of every",
+    ):
+        assert words in shown
+        assert words in page.read_text()
+    assert "the choice" in shown
+    found = as_json(*asked, "zero=1", "dp=16", "shares!=even")
+    assert [group["chip"] for group in found["cluster"]["groups"]] == ["h100", "a100"]
+    best = found["best"]
+    assert [one["data_ranks"] for one in best["placement"]] == [list(range(8)), list(range(8, 16))]
+    fast, slow = (one["shares"][0] for one in best["placement"])
+    assert fast > slow
+    assert [way["strategy"] is None for way in found["ways"]] == [True, True, True, True, False]
+    staged = as_json(*asked, "pp=2", "dp=8", "layers!=even", "shares=even")["best"]
+    assert [one["pipeline_ranks"] for one in staged["placement"]] == [[0], [1]]
+    assert staged["placement"][0]["layers"][0] > staged["placement"][1]["layers"][0]
+    assert len(staged["memory"]["by_stage"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("constraints", "words"), [(["dp=2", "shares!=even"], "shares="), (["pp=2", "layers!=even"], "layers=")]
+)
+def test_a_plan_for_two_kinds_of_chips_is_trained_as_it_is(
+    constraints: list[str], words: str, tiny_run: list[str], tmp_path: Path
+) -> None:
+    """Two ranks here stand for the two chips: what was planned runs, and every sample is fed once."""
+    cluster, out = tmp_path / "cluster.toml", tmp_path / "run.toml"
+    slow, other = "memory_mib = 8192\nlink = 10\nnic = 10\nunits = 1\n", "[[group]]\nnodes = 1\ngpus_per_node = 1\n"
+    fast = f"{other}[group.chip]\nname = 'fast'\nmemory_bandwidth = 20\ntflops = {{ float32 = 0.0003 }}\n{slow}"
+    cluster.write_text(fast + fast.replace("fast", "slow").replace("20", "7").replace("0.0003", "0.0001"))
+    asked = ["--model", "tiny", "--cluster", str(cluster), "--seq-len", "32", "--global-batch", "24"]
+    plan(*asked, "--precision", "float32", "--emit", "run", "--out", str(out), *constraints)
+    assert words in tomllib.loads(out.read_text())["parallel"]["strategy"]
+    assert "# Ranks 1 on slow: " in out.read_text()
+    data = next(setting for setting in tiny_run if setting.startswith("data.path="))
+    settings = [data, "train.steps=2", "run.device=cpu", f"run.dir={tmp_path / 'run'}", "observe.ledger=true"]
+    command = [sys.executable, "-m", "meshwright", "train", str(out), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-1500:]
+    found = account(tmp_path / "run" / "ledger.jsonl")
+    assert (found.exact, found.fed) == (True, 48)

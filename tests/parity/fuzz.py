@@ -59,6 +59,7 @@ def strategies(draw: Draw) -> Strategy:
             recompute=draw(st.sampled_from(["none", "full", "selective", "first:1"])),
             offload=draw(st.sampled_from(["none", "none", "none", "optimizer", "parameters"])),
             wrap=draw(st.sampled_from(["auto", "block", "size:500"])) if zero > 1 else "auto",
+            shares=draw(st.sampled_from(["even", "even", "2+1", "1+3"])) if data > 1 else "even",
         )
     except ConfigError:
         assume(False)
@@ -118,7 +119,7 @@ def cases(draw: Draw) -> Case:
         strategy.check(spec, strategy.world, tokens)
     except ConfigError:
         assume(False)
-    batch = micro_steps * samples * strategy.dp
+    batch = micro_steps * samples * strategy.all_shares
     return Case(spec, str(strategy), strategy.world, micro_steps=micro_steps, batch=batch, tokens=tokens, steps=3)
 
 

@@ -85,7 +85,7 @@ def test_windows_and_documents_matter_to_one_process(prover: Prover) -> None:
 def evaluate_and_generate(world: World, case: Case) -> tuple[list[float], list[int]]:
     step = step_of(world, case)
     step.model.eval()
-    rows = batch_of(case, 0, step.data_rank, step.strategy.dp)["tokens"].flatten(0, 1)
+    rows = batch_of(case, 0, step.data_rank, step.strategy)["tokens"].flatten(0, 1)
     found = step.sum(step.evaluate(rows)).tolist()
     made = list(generate(step.model, [1, 2, 3], 6, temperature=0.0))
     again = step.sum(step.evaluate(rows)).tolist()

@@ -34,6 +34,7 @@ STRATEGIES = [
     "dp=4 zero=2 replicate=2",
     "dp=4 zero=1 replicate=2",
     "dp=2 zero=3 replicate=2",
+    "dp=2 tp=2 shares=1+3",
     "dp=1 tp=2",
     "dp=1 tp=4 sp=off",
     "dp=2 tp=2",
@@ -112,9 +113,9 @@ def measure_state(world: World, case: Case) -> tuple[StateBytes, StateBytes]:
     """(measured, closed form) of this rank."""
     step = step_of(world, case)
     for number in range(2):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
     with Peak(step) as peak:
-        step(2, batch_of(case, 2, step.data_rank, step.strategy.dp))
+        step(2, batch_of(case, 2, step.data_rank, step.strategy))
     optimizer = sum(v.nbytes for state in step.optimizer.state.values() for v in state.values() if v.ndim)
     measured = StateBytes(storage_bytes(iter(step.model.parameters())), peak.gathered, peak.gradients, optimizer)
     assert step.mesh is not None
@@ -142,16 +143,20 @@ def test_state_under_pipelines_split_sequences_and_dealt_experts(shape: str, str
 def measure_traffic(world: World, case: Case) -> tuple[Traffic, Traffic, int, int]:
     """(measured, closed form) of this rank, and (measured, closed form) of how many torch's own counter sees."""
     step = step_of(world, case)
-    for number in range(3):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
-    batch = batch_of(case, 3, step.data_rank, step.strategy.dp)
+    for number in range(2):
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
+    batch = batch_of(case, 2, step.data_rank, step.strategy)
     with RecordCollectives() as record:
-        step(3, batch)
+        step(2, batch)
     # Torch's counter takes one forward pass at a time.
     with CommDebugMode() as counter:
-        step(4, {name: value[:1] for name, value in batch.items()})
+        step(3, {name: value[:1] for name, value in batch.items()})
     assert step.mesh is not None
-    samples, tp_rank = case.batch // case.micro_steps // step.strategy.dp, step.mesh["tp"].get_local_rank()
+    own, tp_rank = (
+        step.strategy.own_samples(step.data_rank, case.batch // case.micro_steps),
+        step.mesh["tp"].get_local_rank(),
+    )
+    samples = own.stop - own.start
     expected, once = (
         step_traffic(case.spec, step.strategy, Work(micro_steps, samples, case.tokens), tp_rank)
         for micro_steps in (case.micro_steps, 1)

@@ -53,7 +53,7 @@ def _case(shape: str, strategy: str, precision: str, **elastic: object) -> Case:
 def _feed(step: TrainingStep, case: Case, number: int, fault: str = "") -> dict[str, float]:
     pulse = step.world.pulse
     pulse.step, pulse._faults = number + 1, parse_faults(fault)
-    return step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+    return step(number, batch_of(case, number, step.data_rank, step.strategy))
 
 
 def _bits(step: TrainingStep) -> dict[str, Tensor]:

@@ -96,7 +96,7 @@ def continued(world: World, case: Case) -> list[int]:
     """What a trained model goes on to write, the same on every rank."""
     step = step_of(world, case)
     for number in range(2):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
     tokens = list(generate(step.model, [3, 1, 4, 1, 5], 12, temperature=0.0, predict=step.parallel.predict))
     if world.size > 1:
         first = torch.tensor(tokens)
@@ -115,7 +115,7 @@ def test_generation_through_a_pipeline(strategy: str, pool: RankPool) -> None:
 
 def evaluated(world: World, case: Case) -> list[float]:
     step = step_of(world, case)
-    rows = batch_of(case, 0, step.data_rank, step.strategy.dp)["tokens"][0]
+    rows = batch_of(case, 0, step.data_rank, step.strategy)["tokens"][0]
     step.model.eval()
     return step.sum(step.evaluate(rows)).tolist()
 
@@ -133,7 +133,7 @@ def held(world: World, case: Case) -> tuple[list[str], float]:
     """The names of what a rank holds, and how far the two copies of a tied weight are apart after training."""
     step = step_of(world, case)
     for number in range(3):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
     names = [name for name, _ in step.model.named_parameters()]
     apart = 0.0
     if "model.embed_tokens.weight" in names:
@@ -158,7 +158,7 @@ def reshaped(world: World, case: Case) -> list[float]:
     losses = []
     for number, (samples, tokens) in enumerate([(8, 16), (16, 10), (4, 7), (8, 16)]):
         shaped = Case(case.spec, case.strategy, case.ranks, micro_steps=2, batch=samples, tokens=tokens)
-        losses.append(step(number, batch_of(shaped, number, step.data_rank, step.strategy.dp))["loss"])
+        losses.append(step(number, batch_of(shaped, number, step.data_rank, step.strategy))["loss"])
     return losses
 
 
@@ -171,7 +171,7 @@ def test_batches_may_change_their_shape_between_steps(schedule: str, pool: RankP
 
 def expert_metrics(world: World, case: Case) -> dict[str, float]:
     step = step_of(world, case)
-    metrics = step(0, batch_of(case, 0, step.data_rank, step.strategy.dp))
+    metrics = step(0, batch_of(case, 0, step.data_rank, step.strategy))
     return {name: metrics[name] for name in ("expert_load_max", "dropped")}
 
 

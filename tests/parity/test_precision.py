@@ -30,7 +30,7 @@ def with_overflows_on_last_rank(world: World, case: Case) -> tuple[list[float], 
     scales, skipped, moved = [], [], []
     for number in range(len(SCALES)):
         before = [parameter.detach().clone() for parameter in step.model.parameters()]
-        metrics = step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        metrics = step(number, batch_of(case, number, step.data_rank, step.strategy))
         scales.append(metrics["loss_scale"])
         skipped.append(metrics["skipped"])
         pairs = zip(before, step.model.parameters(), strict=True)

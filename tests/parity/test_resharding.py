@@ -62,7 +62,7 @@ def digests(step: TrainingStep) -> dict[str, str]:
 def saved(world: World, case: Case, folder: Path, background: bool) -> dict[str, str]:
     step = step_of(world, case)
     for number in range(2):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
     facts = Manifest(step=2, position=0, strategy=case.strategy, model=case.spec, tensors={})
     saver = Saver(LocalPlace(folder), world.side_channel(), Retention())
     saver.save(facts, parts_of(step.model, step.optimizer), background=background)
@@ -71,6 +71,9 @@ def saved(world: World, case: Case, folder: Path, background: bool) -> dict[str,
     (outcome,) = saver.outcomes()
     assert outcome.error is None, outcome.error
     assert not outcome.damage
+    if world.is_first:
+        # What was asked of the disk before anything was written.
+        assert outcome.nbytes == read_manifest(folder / "step-000002").nbytes
     return found
 
 

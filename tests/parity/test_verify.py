@@ -258,6 +258,8 @@ EQUAL = [
     ("gpt", "dp=1 tp=4", set()),
     ("experts", "dp=2 zero=3 tp=2", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
     ("experts", "dp=2 recompute=first:1", {"model.layers.1.mlp.experts", "model.layers.1.mlp.shared_experts"}),
+    ("gqa", "dp=2 zero=2 tp=2 shares=3+1", set()),
+    ("tied", "dp=2 pp=2 shares=1+3", set()),
     ("tied", "dp=1 pp=2", set()),
     ("gqa", "dp=2 pp=2 tp=2 zero=2 schedule=zero-bubble", set()),
     ("gqa", "dp=1 cp=2", set()),

@@ -22,6 +22,37 @@ def test_short_forms() -> None:
     assert parse_cluster("3xa100").node == 3
 
 
+def test_several_kinds_in_one_cluster(tmp_path: Path) -> None:
+    short = parse_cluster("16xh100+2x4xa100-40")
+    assert str(short) == "16 x NVIDIA H100 SXM 80 GB + 8 x NVIDIA A100 SXM 40 GB"
+    assert (short.gpus, short.nodes, [group.node for group in short.groups]) == (24, 4, [8, 4])
+    # What all of them have.
+    assert short.memory == short.groups[1].memory
+    assert short.chip.peak("bf16") == 312e12
+    assert (short.link, short.nic, short.domain) == (300, 25, 4)
+    assert short.mean_peak("bf16") == pytest.approx((16 * 989e12 + 8 * 312e12) / 24, rel=0.01)
+    path = tmp_path / "cluster.toml"
+    path.write_text(
+        'price = 2\nnic = 20\n[[group]]\nchip = "h100"\nnodes = 2\nprice = 3\n'
+        '[[group]]\nchip = "a100-40"\nnodes = 2\ngpus_per_node = 4\nreserve_gib = 1\n'
+    )
+    written = parse_cluster(str(path))
+    assert str(written) == str(short)
+    assert [(group.price, group.nic) for group in written.groups] == [(3, 20), (2, 20)]
+    assert written.price == pytest.approx((16 * 3 + 8 * 2) / 24)
+    assert written.memory == short.memory - 2**30
+    assert str(written.with_gpus(20)) == "16 x NVIDIA H100 SXM 80 GB + 4 x NVIDIA A100 SXM 40 GB"
+    assert not written.with_gpus(8).groups
+
+
+def test_chips_without_a_precision_in_common_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    own = "[group.chip]\nname = 'own'\nmemory_mib = 1000\nmemory_bandwidth = 100\nlink = 10\nnic = 1\n"
+    path.write_text(f"[[group]]\nchip = 'v100'\nnodes = 1\n[[group]]\nnodes = 1\n{own}tflops = {{ bf16 = 10 }}\n")
+    with pytest.raises(UserError, match="no precision that all of these chips compute in"):
+        parse_cluster(str(path))
+
+
 def test_this_machine_is_described() -> None:
     here = parse_cluster("here")
     assert here.gpus >= 1
@@ -56,6 +87,10 @@ def test_a_file_describes_machines_and_chips(tmp_path: Path) -> None:
         ("64xh1000", "unknown chip 'h1000'.*did you mean 'h100'"),
         ("sixty", "is not a number of chips"),
         ("0xh100", "has no chips"),
+        ("8xh100+8xh1000", "unknown chip 'h1000'.*did you mean 'h100'"),
+        ("8xh100+0xa100", "has no chips"),
+        ("8xh100+", r"'' is not a number of chips; write 32xh100\+32xa100"),
+        ("8xh100+-8xa100", "'-8xa100' is not a number of chips"),
         ("nowhere.toml", "there is no such file"),
     ],
 )
@@ -75,6 +110,14 @@ def test_what_cannot_be_is_told(text: str, message: str) -> None:
         ('chip = "h100"\n', "chip and nodes are needed"),
         ("nodes = 2\n[chip]\nname = 'x'\n", "missing"),
         ("chip = [", "not readable as TOML"),
+        ('[[group]]\nchip = "h100"\nnodes = 1\n[[group]]\nnodes = 1\n', "group 2: chip and nodes are needed"),
+        ('[[group]]\nchip = "h100"\nnodes = -1\n', "group 1: nodes=-1 is impossible"),
+        ('[[group]]\nchip = "h1000"\nnodes = 1\n', "unknown chip 'h1000'"),
+        ('[[group]]\nchip = "h100"\nnodes = 1\nnic = 0\n', "group 1: nic=0 is impossible"),
+        ('[[group]]\nchip = "h100"\nnodess = 1\n', "group 1: unknown key 'nodess'.*did you mean 'nodes'"),
+        ('nodes = 3\n[[group]]\nchip = "h100"\nnodes = 1\n', "stands above the groups"),
+        ("group = 3\n", "must be one or more"),
+        ('[[groups]]\nchip = "h100"\nnodes = 1\n', "unknown key 'groups'.*did you mean 'group'"),
     ],
 )
 def test_impossible_files_are_refused(tmp_path: Path, content: str, message: str) -> None:

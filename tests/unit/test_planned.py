@@ -51,6 +51,17 @@ def test_every_batch_of_a_schedule_is_shared(tmp_path: Path) -> None:
         assert size % (strategy.dp * (found.micro_batch or 1)) == 0
 
 
+@pytest.mark.parametrize(("words", "key"), [("auto pp=1", "shares"), ("auto pp=2", "layers")])
+def test_ranks_on_several_kinds_of_chips_all_work(tmp_path: Path, words: str, key: str) -> None:
+    chips = ["parallel.cluster=1xh100+1xa100-40", "run.device=auto", "train.precision=bf16"]
+    model = ["model.preset=llama3.2-1b", "data.sequence_length=2048", "train.batch_schedule=[[0, 24], [10, 48]]"]
+    found = plan_run(configured(tmp_path, *chips, *model, f"parallel.strategy={words}"), 2)
+    strategy = Strategy.parse(found.strategy, 2)
+    assert getattr(strategy, key) != "even"
+    for size in (24, 48):
+        strategy.micro_steps(size, found.micro_batch)
+
+
 def test_adafactor_is_planned_with_what_it_can(tmp_path: Path) -> None:
     strategy = Strategy.parse(plan_run(configured(tmp_path, "train.optimizer=adafactor"), 2).strategy, 2)
     assert (strategy.zero, strategy.tp) == (0, 1)
@@ -84,6 +95,7 @@ def test_machines_that_nobody_knows_get_plain_copies(tmp_path: Path, monkeypatch
     program.write_text("#!/bin/sh\necho 'Strange 9000, 81559'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     found = plan_run(configured(tmp_path, "run.device=auto"), 2)
     assert found.strategy == "dp=2"
     assert "Strange 9000" in found.said[0]

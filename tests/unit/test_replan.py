@@ -28,6 +28,10 @@ MIXTURE = preset("tiny-moe")
         ("dp=4", 8, "dp=4"),
         ("dp=8 zero=3 replicate=2", 4, "dp=4 zero=3"),  # Four ranks still share a copy: each holds what it held.
         ("zero=2 replicate=2", 4, "dp=4 zero=2 replicate=2"),
+        ("dp=2 shares=3+1", 2, "dp=2 shares=3+1"),
+        ("dp=4 shares=3+1", 2, "dp=2"),  # Nobody knows which of the four are left.
+        ("shares=3+1", 4, "dp=4 shares=3+1"),
+        ("shares=3+1", 1, "dp=1"),
         ("pp=2 tp=2", 6, "dp=1 tp=2 pp=2"),
         ("pp=2 tp=2", 3, "dp=1 tp=2"),
         ("dp=2 pp=4 layers=1+2+3+2", 4, "dp=1 pp=4 layers=1+2+3+2"),

@@ -54,6 +54,7 @@ def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
         recompute=draw(RECOMPUTE),
         offload=draw(st.sampled_from(["none", "optimizer", "parameters"])),
         wrap=draw(WRAP) if zero > 1 else "auto",
+        shares=draw(st.sampled_from(["even", "+".join(map(str, range(1, replicate * shard + 1)))])),
     )
 
 
@@ -118,6 +119,10 @@ def check_refusal(text: str, world: int, sequence_length: int | None = None, **c
         ("offload=optimizer", 1, Strategy(offload="optimizer")),
         ("zero=2 wrap=auto", 2, Strategy(shard=2, zero=2)),
         ("wrap=auto", 2, Strategy(replicate=2)),
+        ("shares=3+1", 4, Strategy(replicate=4, shares="3+1")),
+        ("shares=6+6+2+2 zero=3", 4, Strategy(shard=4, zero=3, shares="3+1")),
+        ("shares=2+2", 2, Strategy(replicate=2)),
+        ("shares=even", 2, Strategy(replicate=2)),
         ("zero=3 wrap=block", 2, Strategy(shard=2, zero=3, wrap="block")),
         ("zero=2 wrap=size:5000", 2, Strategy(shard=2, zero=2, wrap="size:5000")),
         ("zero=3 wrap=name:mlp+self_attn", 2, Strategy(shard=2, zero=3, wrap="name:mlp+self_attn")),
@@ -299,6 +304,9 @@ def test_fields_are_given_by_name() -> None:
         ("dp", "dp needs a whole number from 1, not ''"),
         ("zero=x", "zero needs a whole number from 0, not 'x'"),
         ("dp=4 dp=4", "dp is given twice"),
+        ("shares=3+2+1", "shares=3+2+1 has 3 numbers for dp=4 ranks; give 2, 4 numbers"),
+        ("tp=4 shares=3+1", "shares=3+1 has 2 numbers for dp=1 ranks; drop it, or raise dp"),
+        ("shares=3+0", "shares=3+0 is not one of even, N+N"),
         ("sp=on", "sp=on splits tokens over tensor-parallel ranks; add tp=2, or drop it"),
         ("tp=2 sp=maybe", "sp=maybe is neither on nor off"),
         ("wrap=size:100", "wrap=size:100 says what is gathered together; add zero=2 or 3, or drop it"),
@@ -351,3 +359,19 @@ def test_only_the_world_that_it_fills_is_taken(strategy: Strategy, world: int) -
         assert Strategy.parse(str(strategy), world) == strategy
     else:
         assert f"it needs {strategy.world} processes and there are {world}" in refusal(str(strategy), world)
+
+
+def test_shares_deal_out_every_sample_once() -> None:
+    strategy = Strategy(replicate=6, shares="3+2+1")
+    assert strategy.data_shares == (3, 3, 2, 2, 1, 1)
+    parts = [strategy.own_samples(rank, 24) for rank in range(6)]
+    assert [sample for own in parts for sample in range(24)[own]] == list(range(24))
+    assert [own.stop - own.start for own in parts] == [6, 6, 4, 4, 2, 2]
+
+
+def test_batch_is_cut_by_shares_and_the_micro_batch_of_one() -> None:
+    strategy = Strategy(replicate=2, shares="3+1")
+    assert strategy.micro_steps(24, 2) == 3
+    assert strategy.micro_steps(24, None) == 1
+    with pytest.raises(ConfigError, match=r"all shares of dp=2 shares=3\+1 x train.micro_batch=2\); use 16 or 24"):
+        strategy.micro_steps(20, 2)

@@ -30,7 +30,7 @@ from meshwright.checkpoint.pace import Pace
 from meshwright.checkpoint.pieces import Parts, PieceSavePlanner, dtype_name, write_item
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.retention import Retention, prune
-from meshwright.checkpoint.writer import CheckpointWriter, Stored
+from meshwright.checkpoint.writer import CheckpointWriter, Stored, piece_bytes
 from meshwright.errors import CheckpointError
 from meshwright.parallel.exchange import Exchange
 
@@ -184,7 +184,7 @@ class Saver:
         planned.everyone = [new if new is not None else old for new, old in zip(said, before, strict=True)]
         plans = [SavePlan([_item(entry) for entry in listing]) for listing in planned.everyone]
         chosen, planned.metadata = planner.create_global_plan(plans)
-        planned.nbytes = sum(item.tensor_storage_size() or 0 for plan in chosen for item in plan.items)
+        planned.nbytes = sum(piece_bytes(item) for plan in chosen for item in plan.items)
         mine = []
         for plan, listing in zip(chosen, planned.everyone, strict=True):
             taken = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}

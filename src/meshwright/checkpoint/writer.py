@@ -94,7 +94,7 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """The coordinator: see that there is room and that the step is new, and begin a folder for all."""
-        needed = sum(_nbytes(item) for plan in plans for item in plan.items)
+        needed = sum(piece_bytes(item) for plan in plans for item in plan.items)
         key = self.begin(needed)
         return [dataclasses.replace(plan, storage_data={"key": key, "rank": rank}) for rank, plan in enumerate(plans)]
 
@@ -233,7 +233,8 @@ def _described(item: WriteItem) -> tuple[str, tuple[int, ...]]:
     return dtype_name(item.tensor_data.properties.dtype), tuple(item.tensor_data.chunk.sizes)
 
 
-def _nbytes(item: WriteItem) -> int:
+def piece_bytes(item: WriteItem) -> int:
+    """Of the piece, which may be a part of a tensor."""
     dtype, shape = _described(item)
     return int(torch.Size(shape).numel()) * dtype_bytes(dtype)
 

@@ -1,6 +1,7 @@
 """Which strategy trains a model best on some machines: does it fit, how fast, why, and why not the others.
 
-Needs no GPU and no network. Machines are `64xh100` (chips), `8x4xh100` (machines x chips), a cluster.toml, or `here`.
+Needs no GPU and no network. Machines are `64xh100` (chips), `8x4xh100` (machines x chips), `32xh100+32xa100`
+(several kinds), a cluster.toml, or `here`.
 Constraints are written after the options: tp<=8, zero=3, pp=1, micro_batch=2, recompute=none."""
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "  meshwright plan --model llama3.1-70b --cluster 64xh100 --seq-len 8192\n"
         "  meshwright plan --model llama3.1-8b --cluster 8xa100 'tp=1' --html plan.html\n"
         "  meshwright plan --model llama3.1-8b --cluster 8xh100 --emit run --out run.toml\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100+8xa100 --seq-len 4096\n"
         "  meshwright plan --model llama3.1-8b --cluster 8xh100 --ask longest-sequence\n"
         "  meshwright plan --calibrate && meshwright plan --model llama3.2-1b --cluster here --try 3 --emit run\n"
     )
@@ -78,8 +80,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and show it."""
-    from dataclasses import replace
-
     from meshwright.cluster.cluster import HERE, parse_cluster
     from meshwright.planning.answer import plan
 
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.price is not None:
         if args.price <= 0:
             raise UserError(f"--price={args.price} must be above 0")
-        cluster = replace(cluster, price=args.price)
+        cluster = cluster.with_price(args.price)
     asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
     made = plan(
         args.model or "llama3.1-8b",

@@ -20,7 +20,7 @@ from meshwright.training.job import batch_schedule, make_job
 from meshwright.training.planned import asks_planner, plan_run
 
 if TYPE_CHECKING:
-    from meshwright.elastic.membership import Nodes
+    from meshwright.elastic.rendezvous import Nodes
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _nodes(args: argparse.Namespace, config: RunConfig) -> Nodes:
     """How many machines train together, and where they meet."""
-    from meshwright.elastic.membership import Nodes
-    from meshwright.elastic.rendezvous import Endpoint
+    from meshwright.elastic.rendezvous import Endpoint, Nodes
 
     if args.rendezvous is None:
         raise ConfigError("--nodes needs --rendezvous HOST:PORT; `meshwright rendezvous` serves one")

@@ -25,7 +25,7 @@ _FILE_KEYS = ("chip", "nodes", "gpus_per_node", "nic", "link", "domain", "price"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines of one kind. Bandwidths are GB/s, one way, for each chip."""
+    """Machines, of one kind unless there are groups. Bandwidths are GB/s, one way, for each chip."""
 
     chip: Chip
     gpus: int
@@ -47,10 +47,29 @@ class Cluster:
     """What was measured on such a chip, where something was."""
     measured: str = ""
     """Where and when that was; or why what is on file is not used."""
+    groups: tuple[Cluster, ...] = ()
+    """Where there are several kinds: each of them, in the order in which ranks are placed. The rest is then what all
+    of them have: see `groups.together`."""
+
+    @property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """Its groups, or itself."""
+        return self.groups or (self,)
+
+    def mean_peak(self, dtype: str) -> float:
+        """FLOP/s of a chip in a dtype, on average."""
+        return sum(group.gpus * group.chip.peak(dtype) for group in self.kinds) / self.gpus
+
+    @property
+    def hourly(self) -> float:
+        """Money for an hour of all of them; where a price is not known, how many there are."""
+        return self.gpus * (1.0 if self.price is None else self.price)
 
     @property
     def nodes(self) -> int:
         """Machines, the last one perhaps not full."""
+        if self.groups:
+            return sum(group.nodes for group in self.groups)
         return -(-self.gpus // self.node)
 
     @property
@@ -59,11 +78,19 @@ class Cluster:
         return self.chip.memory - self.reserve_gib * 2**30
 
     def with_gpus(self, gpus: int) -> Cluster:
-        """The same machines in another number."""
+        """The same machines in another number; of several kinds the first ones."""
+        if self.groups:
+            from meshwright.cluster.groups import first_of
+
+            return first_of(self, gpus)
         return cpu_ranks(gpus) if self.note == CORES else replace(self, gpus=gpus)
 
+    def with_price(self, price: float) -> Cluster:
+        """The same machines at that price for each chip and hour."""
+        return replace(self, price=price, groups=tuple(group.with_price(price) for group in self.groups))
+
     def __str__(self) -> str:
-        return f"{self.gpus} x {self.chip.name}"
+        return " + ".join(f"{group.gpus} x {group.chip.name}" for group in self.kinds)
 
 
 def of_chip(chip: Chip, gpus: int, **changes: Any) -> Cluster:
@@ -89,11 +116,13 @@ def _parse(text: str) -> Cluster:
         return this_machine()
     if text.endswith(".toml") or os.sep in text:
         return read_cluster(Path(text))
+    if "+" in text:
+        return _together([_read_group(part, text) for part in text.split("+")])
     match = _SHORT.fullmatch(text.strip())
     if match is None:
         raise UserError(
-            f"--cluster={text} is not a number of chips (64xh100, or machines x chips: 8x4xh100), a .toml file or "
-            f"'here'; chips: {', '.join(chips())}"
+            f"--cluster={text} is not a number of chips (64xh100, or machines x chips: 8x4xh100, or several kinds: "
+            f"32xh100+32xa100), a .toml file or 'here'; chips: {', '.join(chips())}"
         )
     nodes, count, name = match.groups()
     chip = find_chip(name)
@@ -109,6 +138,19 @@ def _parse(text: str) -> Cluster:
     )
 
 
+def _together(groups: list[Cluster], note: str = "") -> Cluster:
+    from meshwright.cluster.groups import together
+
+    return together(groups, note)
+
+
+def _read_group(part: str, text: str) -> Cluster:
+    """One of several kinds of chips in a short form."""
+    if _SHORT.fullmatch(part.strip()) is None:
+        raise UserError(f"--cluster={text}: '{part}' is not a number of chips; write 32xh100+32xa100")
+    return parse_cluster(part.strip())
+
+
 def read_cluster(path: Path) -> Cluster:
     """The cluster that a file describes."""
     try:
@@ -117,27 +159,43 @@ def read_cluster(path: Path) -> Cluster:
         raise UserError(f"--cluster={path}: there is no such file; docs/plan.md shows one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--cluster={path} is not readable as TOML: {error}") from None
+    if "group" not in table:
+        return _of_table(path, str(path), table)
+    groups = table["group"]
+    if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
+        raise UserError(f"{path}: group must be one or more [[group]] tables, each with chip and nodes")
+    # What stands above the groups holds for all of them that do not say otherwise.
+    common = {key: value for key, value in table.items() if key != "group"}
+    if "nodes" in common:
+        raise UserError(f"{path}: nodes={common['nodes']!r} stands above the groups; say it in each [[group]]")
+    found = [_of_table(path, f"{path}, group {number}", common | group) for number, group in enumerate(groups, 1)]
+    return _together(found, str(path))
+
+
+def _of_table(path: Path, where: str, table: dict[str, Any]) -> Cluster:
+    """Machines of one kind; `where` names the table in refusals."""
+    known = [*_FILE_KEYS, "group"]
     for key in table:
         if key not in _FILE_KEYS:
-            raise UserError(f"{path}: unknown key '{key}'{nearest(key, _FILE_KEYS)}; it has {', '.join(_FILE_KEYS)}")
+            raise UserError(f"{where}: unknown key '{key}'{nearest(key, known)}; it has {', '.join(known)}")
     if "chip" not in table or "nodes" not in table:
-        raise UserError(f'{path}: chip and nodes are needed, such as chip = "h100" and nodes = 8')
+        raise UserError(f'{where}: chip and nodes are needed, such as chip = "h100" and nodes = 8')
     named = table["chip"]
     chip = make_chip(str(named.get("name", "own")), named) if isinstance(named, dict) else find_chip(str(named))
     node = table.get("gpus_per_node", chip.node)
     for key, value in (("nodes", table["nodes"]), ("gpus_per_node", node)):
-        check_positive(str(path), key, value)
+        check_positive(where, key, value)
         if not isinstance(value, int):
-            raise UserError(f"{path}: {key}={value!r} must be a whole number")
+            raise UserError(f"{where}: {key}={value!r} must be a whole number")
     values: dict[str, Any] = {"node": node}
     for key in ("nic", "link", "domain", "price", "host_gib"):
         if key in table:
-            check_positive(str(path), key, table[key])
+            check_positive(where, key, table[key])
             values[key] = table[key]
     reserve = table.get("reserve_gib", 0.0)
     if not isinstance(reserve, int | float) or not 0 <= reserve < chip.memory_mib / 1024:
         raise UserError(
-            f"{path}: reserve_gib={reserve!r} must be from 0 to the chip's {chip.memory_mib / 1024:.0f} GiB"
+            f"{where}: reserve_gib={reserve!r} must be from 0 to the chip's {chip.memory_mib / 1024:.0f} GiB"
         )
     if "domain" not in values:
         values["domain"] = node if chip.domain <= chip.node else min(chip.domain, node * table["nodes"])
@@ -188,6 +246,8 @@ def cpu_ranks(ranks: int) -> Cluster:
 
 def with_calibration(cluster: Cluster) -> Cluster:
     """The same, with what was measured on this machine's chips if they are of that kind."""
+    if cluster.groups:
+        return _together([with_calibration(group) for group in cluster.groups], cluster.note)
     if cluster.chip.key == "cpu":
         return cluster
     calibration, ignored = read_calibration(cluster.chip.key)

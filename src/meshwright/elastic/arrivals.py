@@ -55,6 +55,14 @@ class Standing:
     done: int
     calls: dict[int, Call] = field(default_factory=dict)
     """The latest, by number; empty when the rank did not answer."""
+    gaps: bool = False
+    """Whether there were gaps among numbers of calls that are not here."""
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether numbers of calls are left out."""
+        numbers = sorted(self.calls)
+        return self.gaps or any(after != before + 1 for before, after in zip(numbers, numbers[1:], strict=False))
 
     @property
     def waits_at(self) -> int | None:
@@ -88,7 +96,7 @@ class Wait:
     missing: tuple[int, ...]
     """Who has not called it."""
     unknown: tuple[int, ...]
-    """Of whom nothing is known here: ranks on other machines."""
+    """Of whom nothing is known here: ranks on machines that have told nothing."""
 
 
 @dataclass(frozen=True)
@@ -200,11 +208,7 @@ def comparable(standings: Mapping[int, Standing]) -> bool:
 
     Over gloo, what one rank sends another takes a number as well, on those two alone; then numbers have gaps.
     """
-    for standing in standings.values():
-        numbers = sorted(standing.calls)
-        if any(after != before + 1 for before, after in zip(numbers, numbers[1:], strict=False)):
-            return False
-    return True
+    return not any(standing.has_gaps for standing in standings.values())
 
 
 def name_of(group: Group, words: Mapping[int, Word]) -> str:

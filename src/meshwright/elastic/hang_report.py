@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.elastic.arrivals import Wait, Word, name_of
 from meshwright.elastic.judge import Verdict, View
 from meshwright.elastic.limits import Limits
-from meshwright.elastic.processes import WORDS, kernel_wait
+from meshwright.elastic.processes import WORDS
 from meshwright.elastic.rank_side import ANSWERING
 from meshwright.elastic.stacks import Frame
 from meshwright.pulse import NOBODY
@@ -36,7 +36,7 @@ class Place:
 
 def headline(verdict: Verdict, views: Mapping[int, View], words: Mapping[int, Word], place: Place) -> str:
     """The verdict in a sentence or two."""
-    who = f"{_ranks(verdict.guilty)} on {place.host}"
+    who = _who(verdict.guilty, views, place)
     plural = len(verdict.guilty) > 1
     waiting = _waiting(verdict, words)
     first = views.get(verdict.guilty[0]) if verdict.guilty else None
@@ -69,13 +69,15 @@ def report(
         f"Hang: {headline(verdict, views, words, place)}.",
         "",
         f"Found {time.strftime('%Y-%m-%d %H:%M:%S')} on {place.host}, in generation {place.generation} of the ranks.",
-        f"Hold up the others: {_ranks(verdict.guilty) if verdict.guilty else 'none of the ranks on this machine'}.",
+        f"Hold up the others: {_who(verdict.guilty, views, place) if verdict.guilty else 'none of the ranks seen'}.",
     ]
     if verdict.unseen:
-        lines.append(f"Not seen from here: {_ranks(verdict.unseen)}; the report of their machine says more.")
+        text = f"Nothing has been heard from the machine of {_ranks(verdict.unseen)}: its own report may say more."
+        lines.append(text)
+    several = len({view.host for view in views.values()}) > 1
     lines += ["", "What each rank does", ""]
     for rank in sorted(views, key=lambda rank: (rank not in verdict.guilty, rank)):
-        lines += _rank_lines(views[rank], verdict, words, limits, now)
+        lines += _rank_lines(views[rank], verdict, words, limits, now, several)
     lines += ["", "What to do", "", *(f"  {line}" for line in _advice(verdict, views)), "", "Python stacks", ""]
     for rank in sorted(views, key=lambda rank: (rank not in verdict.guilty, rank)):
         lines += _stack_lines(views[rank])
@@ -98,9 +100,11 @@ def write_report(text: str, place: Place, step: int) -> Path:
             number += 1
 
 
-def _rank_lines(view: View, verdict: Verdict, words: Mapping[int, Word], limits: Limits, now: float) -> Sequence[str]:
+def _rank_lines(
+    view: View, verdict: Verdict, words: Mapping[int, Word], limits: Limits, now: float, several: bool
+) -> Sequence[str]:
     mark = "  <- holds up the others" if view.rank in verdict.guilty else ""
-    lines = [f"  rank {view.rank} (process {view.pid}){mark}"]
+    lines = [f"  rank {view.rank} {f'on {view.host} ' if several else ''}(process {view.pid}){mark}"]
     if view.beat is None:
         lines.append(f"    has not begun yet, {view.age_s:.1f} s after it was started; limit {limits.first_s:g} s")
     else:
@@ -109,7 +113,7 @@ def _rank_lines(view: View, verdict: Verdict, words: Mapping[int, Word], limits:
         if view.beat.waits_for != NOBODY:
             lines.append(f"    waits for what rank {view.beat.waits_for} sends to it or takes from it")
     state = WORDS.get(view.process.state, view.process.state)
-    inside = kernel_wait(view.pid) if not view.process.ended else ""
+    inside = view.kernel if not view.process.ended else ""
     since = f" for {view.halted_s:.1f} s" if view.halted_s else ""
     lines.append(f"    process{since} {state}{f', in the kernel in {inside}' if inside else ''}")
     if view.stacks.holds_gil and view.process.state == "R":
@@ -212,6 +216,15 @@ def _phase(view: View | None) -> str:
 def _at(view: View | None) -> str:
     place = view.stacks.place if view is not None else None
     return f", at {place}" if place is not None else ""
+
+
+def _who(ranks: Sequence[int], views: Mapping[int, View], place: Place) -> str:
+    """Ranks, and the machines that they are on."""
+    by_host: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        host = views[rank].host if rank in views else ""
+        by_host.setdefault(host or place.host, []).append(rank)
+    return " and ".join(f"{_ranks(some)} on {host}" for host, some in by_host.items()) or f"nobody on {place.host}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -35,6 +35,10 @@ class View:
     moving: bool = False
     """Whether its stack was seen to change within the phase: it is slow, not stuck."""
     stacks: Stacks = field(default_factory=Stacks)
+    host: str = ""
+    """Its machine; empty is this one."""
+    kernel: str = ""
+    """The function of the kernel that its process waits in, where that is known."""
 
     @property
     def over(self) -> bool:
@@ -64,7 +68,7 @@ class Verdict:
     waits: tuple[Wait, ...] = ()
     mismatch: Mismatch | None = None
     unseen: tuple[int, ...] = ()
-    """Ranks elsewhere that others wait for."""
+    """Ranks that others wait for, on machines of which nothing is known here."""
 
 
 def judge(
@@ -76,7 +80,7 @@ def judge(
     longest_s: float,
     gone_s: float = 5.0,
 ) -> Verdict:
-    """The verdict on the ranks of one machine, of `world` ranks in all.
+    """The verdict on ranks, of `world` in all; of the others nothing is known here.
 
     What can be proved (ranks that are stopped, that disagree, that wait for each other) is told after `floor_s`, what
     can only be guessed from the time it takes after the limit of the rank, and nothing may stand still for longer than

@@ -198,9 +198,12 @@ class Ranks:
         )
 
     def date(self, failure: Failure) -> Failure:
-        """A failure that is no rank's, with the step and phase that it found these ranks in."""
+        """A failure that is no rank's, with the step and phase that it found these ranks in, and since when."""
         beat = max(self.beats().values(), key=lambda beat: beat.entered, default=None)
-        return failure if beat is None else replace(failure, step=beat.step, phase=beat.phase)
+        if beat is None:
+            return failure
+        since = round(max(0.0, time.monotonic() - beat.since), 3)
+        return replace(failure, step=beat.step, phase=beat.phase, detect_s=since)
 
     def ending(self) -> Ending:
         """How they ended, when none has failed."""

@@ -58,6 +58,19 @@ class Endpoint:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """Several machines: how many, and where they meet."""
+
+    least: int
+    most: int
+    endpoint: Endpoint
+    run_id: str | None = None
+    join_s: float = 600.0
+    quarantine_failures: int = 3
+    quarantine_window_s: float = 600.0
+
+
 def listen(endpoint: Endpoint) -> socket.socket:
     """A socket bound to that address and no other."""
     try:

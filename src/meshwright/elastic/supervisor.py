@@ -7,28 +7,26 @@ takes part in a generation is the membership's to say: this machine alone, or se
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from meshwright.elastic.budget import Budget
 from meshwright.elastic.failure import Failure, RankError
+from meshwright.elastic.journal import Journal
+from meshwright.elastic.membership import Membership
 from meshwright.elastic.placement import Placement
 from meshwright.elastic.ranks import Ending, Ranks, Work
 from meshwright.elastic.watch_link import WatchLink
 from meshwright.errors import ExitCode, UserError
 from meshwright.lock import Fence, Lock, is_alive
-from meshwright.training.hooks import RESIZE_SIGNAL, STOP_SIGNALS, show_cursor
+from meshwright.training.hooks import RESIZE_SIGNAL, RETUNED, STOP_SIGNALS, show_cursor
 from meshwright.training.run_folder import RunFolder
 
 MOST_WATCHDOGS = 20
@@ -36,80 +34,6 @@ MOST_WATCHDOGS = 20
 POLL_S = 0.25
 OWNER = "owner"
 """File with the process id of the supervisor whose private folder it is."""
-
-
-class Membership(Protocol):
-    """Who takes part in a generation."""
-
-    launch: str
-    """A name of this launch that no other has."""
-    alone: bool
-    """Whether there are no other machines that would go on."""
-
-    def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
-        """The next generation, once everyone is there; None when cancelled before, raises what ends the run instead."""
-
-    def explain(self, failure: Failure) -> Failure:
-        """The cause that a failure seen here follows from, if another machine knows it."""
-
-    def changes(self) -> Failure | bool:
-        """True when machines come or go in peace, a Failure when one is lost, else False."""
-
-    def readable(self) -> list[Any]:
-        """What to wait for besides the ranks."""
-
-    def over(self) -> Ending | None:
-        """How the run ended, if it did so while no ranks of this machine took part."""
-
-    def finish(self, code: int, text: str) -> None:
-        """The run is over for everyone."""
-
-    def leave(self) -> None:
-        """This machine takes no further part; the others go on."""
-
-    def close(self) -> None:
-        """Always, at the very end."""
-
-
-class Alone:
-    """One machine: its ranks are all there is."""
-
-    alone = True
-
-    def __init__(self, count: int, budget: Budget) -> None:
-        self.launch = os.urandom(8).hex()
-        self._count, self._budget = count, budget
-        self._failures: list[Failure] = []
-        self._generation = -1
-
-    def join(self, failure: Failure | None, cancelled: Callable[[], bool]) -> Placement | None:
-        if failure is not None:
-            self._failures.append(failure)
-            if (refusal := self._budget.refusal(self._failures)) is not None:
-                raise refusal
-        self._generation += 1
-        return Placement(self._count, self._count, generation=self._generation)
-
-    def explain(self, failure: Failure) -> Failure:
-        return failure
-
-    def changes(self) -> Failure | bool:
-        return False
-
-    def readable(self) -> list[Any]:
-        return []
-
-    def over(self) -> Ending | None:
-        return None
-
-    def finish(self, code: int, text: str) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Supervisor:
@@ -136,8 +60,7 @@ class Supervisor:
         self._watchdog: WatchLink | None = None
         self._lock: Lock | None = None
         self._private = Path()
-        self._noticed: tuple[float, Failure] | None = None
-        self._untold: Failure | None = None
+        self._journal = Journal(folder, membership)
 
     def run(self) -> Ending:
         """How the run ended; raises the first cause when it failed for good."""
@@ -148,11 +71,13 @@ class Supervisor:
             try:
                 if self._watchdog_command is not None:
                     self._watchdog = WatchLink(self._watchdog_command, self._private)
+                    self.membership.watch(self._private)
                 return self._generations()
             finally:
                 if self._ranks is not None:
                     self._ranks.kill()
-                self._record_failure()
+                self._journal.record_failure()
+                self._journal.take_news()
                 if self._watchdog is not None:
                     self._watchdog.close()
                 self.membership.close()
@@ -174,7 +99,7 @@ class Supervisor:
                 self.membership.finish(mistake.exit_code, str(mistake))
                 raise
             if failure is not None:
-                self._tell(failure)
+                self._journal.tell(failure)
                 if failure.code is not None:
                     self.membership.finish(failure.code, failure.text)
                     error = UserError(failure.text)
@@ -189,10 +114,12 @@ class Supervisor:
             if not placement.local and over is None:
                 continue
             ending = over or self._ranks.ending()
-            self._note_progress(self._ranks, ended=True)
+            self._journal.note_progress(self._ranks, ended=True)
             if ending.code == ExitCode.DONE:
                 self.membership.finish(ending.code, "")
                 return ending
+            if ending.reason == RETUNED and not self._was_asked():
+                continue
             stopped = {number.name for number in STOP_SIGNALS}
             if self._was_asked() or self.membership.alone or ending.reason in stopped:
                 self.membership.leave()
@@ -223,7 +150,8 @@ class Supervisor:
                 ranks.send(RESIZE_SIGNAL)
                 if not placement.local:
                     return None
-            self._note_progress(ranks)
+            self._journal.note_progress(ranks)
+            self._journal.take_news()
         if not ranks.failed and not ranks.running:
             return None
         ranks.settle()
@@ -242,24 +170,24 @@ class Supervisor:
             return None
         if not self._watchdog.alive:
             if self._watchdog.restarts >= MOST_WATCHDOGS:
-                self._say("the watchdog ends again and again: a rank that hangs will not be noticed")
+                self._journal.say("the watchdog ends again and again: a rank that hangs will not be noticed")
                 self._watchdog = None
                 return None
-            self._say("the watchdog has ended and is started again")
+            self._journal.say("the watchdog has ended and is started again")
             self._watchdog.restart()
         for verdict in self._watchdog.verdicts():
             if verdict.generation not in (None, ranks.placement.generation):
                 continue  # Said of ranks that were ended meanwhile.
-            self._event(verdict.kind, ranks=verdict.ranks, text=verdict.text, report=verdict.report)
+            self._journal.event(verdict.kind, ranks=verdict.ranks, text=verdict.text, report=verdict.report)
             if verdict.kind == "drain":
                 os.kill(os.getpid(), signal.SIGTERM)
             if verdict.kind == "hang":
                 guilty = verdict.ranks[0] if verdict.ranks else -1
                 where = f"\nthe whole report is in {verdict.report}" if verdict.report else ""
-                failure = ranks.blame(guilty, "hangs", verdict.text + where)
+                failure = ranks.blame(guilty, "hangs", verdict.text + where, **verdict.elsewhere)
                 ranks.kill()
                 return failure
-            self._say(verdict.text)
+            self._journal.say(verdict.text)
         return None
 
     def _hold(self, placement: Placement) -> Placement:
@@ -268,95 +196,19 @@ class Supervisor:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
-            self._untold = None
+            self._journal.holds = False
+            self._journal.record_failure()
+            self._journal.take_news()
             return placement
         fence = Fence(self.membership.launch, placement.generation, placement.host)
         if self._lock is not None and self._lock.is_current:
             self._lock.write(fence)
         else:
             self._lock = self.folder.hold(self._fresh and placement.generation == 0, fence)
-        self._record_failure()
+        self._journal.holds = True
+        self._journal.record_failure()
+        self._journal.take_news()
         return replace(placement, fence=fence)
-
-    def _tell(self, failure: Failure) -> None:
-        """Say what happened, on the console and in the run folder."""
-        self._noticed = (time.monotonic(), failure)
-        if self.folder is None:
-            return
-        if failure.code is None:
-            # Below a progress bar that nobody took away.
-            show_cursor()
-            self._say(f"{failure.title}\n{failure.text.rstrip()}")
-        # Written by who holds the folder next: that may be another machine than before.
-        self._untold = failure
-
-    def _record_failure(self) -> None:
-        """Write what went wrong to the run folder, where this machine holds it."""
-        failure, self._untold = self._untold, None
-        if failure is None:
-            return
-        self._event(
-            "failed",
-            rank=failure.rank,
-            host=failure.host,
-            cause=failure.cause,
-            step=failure.step,
-            phase=failure.phase,
-            generation=failure.generation,
-            detect_s=failure.detect_s,
-        )
-
-    def _note_progress(self, ranks: Ranks, ended: bool = False) -> None:
-        """After a restart: note when the first new step is done."""
-        if self._noticed is None or self.folder is None or not ranks.placement.local:
-            return
-        noticed, failure = self._noticed
-        resumed = self._resumed(ranks)
-        if resumed is None:
-            return
-        new = any(
-            beat.step > resumed + 1 or (beat.step > resumed and beat.phase == "hooks")
-            for beat in ranks.beats().values()
-        )
-        if not new and not ended:
-            return
-        self._noticed = None
-        done = failure.step if failure.phase in ("hooks", "end") else failure.step - 1
-        facts = {
-            "generation": ranks.placement.generation,
-            "step": resumed,
-            "ranks": ranks.placement.world,
-            "restart_s": round(time.monotonic() - noticed, 3),
-            "steps_lost": max(0, done - resumed),
-        }
-        self._event("restarted", **facts)
-        self._say(
-            f"restarted from step {resumed} as generation {facts['generation']} on {facts['ranks']} ranks in "
-            f"{facts['restart_s']:.1f} s; {facts['steps_lost']} steps were done again"
-        )
-
-    def _resumed(self, ranks: Ranks) -> int | None:
-        """The step from which this generation goes on; None before it says so."""
-        assert self.folder is not None
-        with suppress(OSError, ValueError):
-            for line in reversed(self.folder.events.read_text().splitlines()):
-                event = json.loads(line)
-                if event["event"] == "failed":
-                    return None
-                if event["event"] in ("started", "resumed"):
-                    return int(event["step"])
-        return None
-
-    def _event(self, kind: str, **facts: Any) -> None:
-        """A line in the run folder's events, by the machine that holds it."""
-        if self.folder is not None and self._lock is not None:
-            # A full disk must not keep a run from being looked after.
-            with suppress(OSError):
-                self.folder.event(kind, **facts)
-
-    def _say(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

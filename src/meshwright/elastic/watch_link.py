@@ -11,8 +11,9 @@ import os
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from meshwright.elastic.ranks import end_with_parent
 
@@ -28,6 +29,8 @@ class Verdict:
     report: str | None = None
     generation: int | None = None
     """Of which ranks it is said, if of any."""
+    elsewhere: dict[str, Any] = field(default_factory=dict)
+    """Of a guilty rank on another machine: its host, step, phase and for how long it has been there (`detect_s`)."""
 
 
 class WatchLink:
@@ -68,7 +71,8 @@ class WatchLink:
                 said = json.loads(line)
                 ranks = tuple(map(int, said.get("ranks", ())))
                 report, generation = said.get("report"), said.get("generation")
-                found.append(Verdict(str(said["kind"]), ranks, str(said["text"]), report, generation))
+                elsewhere = said.get("elsewhere", {})
+                found.append(Verdict(str(said["kind"]), ranks, str(said["text"]), report, generation, elsewhere))
             except (ValueError, KeyError, TypeError, AttributeError):
                 found.append(Verdict("warning", (), f"the watchdog said something else: {line[:200]!r}"))
         return found

@@ -36,7 +36,8 @@ from meshwright.elastic.hang_report import Place, headline, report, write_report
 from meshwright.elastic.judge import Verdict, View, judge
 from meshwright.elastic.limits import Limits
 from meshwright.elastic.machine import MachineWatch
-from meshwright.elastic.processes import STOPPED, process_state
+from meshwright.elastic.peers import Peers
+from meshwright.elastic.processes import STOPPED, kernel_wait, process_state
 from meshwright.elastic.stacks import Frame, take_stacks
 from meshwright.elastic.watch_settings import WatchSettings
 from meshwright.pulse import read_pulse
@@ -87,6 +88,13 @@ class _Ranks:
     pause_s: float = LEAD_S
     last: Verdict | None = None
     """What the last closer look gave."""
+    last_heard: tuple[int, ...] = ()
+    """Which words of other machines that was based on."""
+
+    @property
+    def are_all(self) -> bool:
+        """Whether no other machine has ranks."""
+        return self.world <= len(self.ranks)
 
 
 class Watchdog:
@@ -102,6 +110,7 @@ class Watchdog:
         self._source = ""
         self._ranks: _Ranks | None = None
         self._pool = ThreadPoolExecutor(8)
+        self._peers = Peers(folder)
 
     @property
     def place(self) -> Place | None:
@@ -117,8 +126,11 @@ class Watchdog:
             return []
         views = {rank: self._view(rank, watched) for rank, watched in found.ranks.items()}
         lines = self._tell_stopped(views) + self._tell_moved(views)
-        if self._worth_a_closer_look(views):
-            lines += self._judge(views)
+        if not found.are_all:
+            self._peers.hear(found.place.generation, self.now)
+        worried = self._worth_a_closer_look(views)
+        if worried or (views and self._peers.due(self.now)):
+            lines += self._judge(views, asks=worried)
         return lines
 
     def _advance(self) -> None:
@@ -147,6 +159,7 @@ class Watchdog:
             pids = {int(rank): int(pid) for rank, pid in said["ranks"].items()}
             ranks = {rank: _Watched(pid, process_state(pid).started, since=self.now) for rank, pid in pids.items()}
             self._ranks = _Ranks(place, ranks, int(said.get("world", len(ranks))))
+            self._peers.forget()
 
     def _view(self, rank: int, watched: _Watched) -> View:
         process = process_state(watched.pid)
@@ -166,7 +179,8 @@ class Watchdog:
         halted_s = self.now - watched.halted_since if watched.halted_since is not None else 0.0
         limit_s = self.limits.of(beat) if beat is not None else self.limits.first_s
         age_s = self.now - watched.since
-        return View(rank, watched.pid, process, beat, age_s, limit_s, halted_s, watched.moving)
+        host = self._ranks.place.host if self._ranks is not None else ""
+        return View(rank, watched.pid, process, beat, age_s, limit_s, halted_s, watched.moving, host=host)
 
     def _tell_stopped(self, views: dict[int, View]) -> list[dict[str, Any]]:
         assert self._ranks is not None
@@ -201,7 +215,7 @@ class Watchdog:
         soon = any(
             view.age_s > min(view.limit_s - min(LEAD_S, view.limit_s / 4), self.limits.floor_s)
             or (view.process.ended and not view.finished)
-            or (view.process.state == STOPPED and view.halted_s > self.limits.floor_s)
+            or (view.process.state == STOPPED and view.halted_s > self.limits.floor_s - LEAD_S)
             for view in views.values()
         )
         if not soon:
@@ -209,18 +223,30 @@ class Watchdog:
             return False
         return self.now >= self._ranks.next_look
 
-    def _judge(self, views: dict[int, View]) -> list[dict[str, Any]]:
+    def _judge(self, own: dict[int, View], *, asks: bool) -> list[dict[str, Any]]:
+        """A closer look; `asks` when it is because of ranks here, and not because others asked or answered."""
         found = self._ranks
         assert found is not None
-        words = self._ask(views)
-        views = self._with_stacks(views)
+        words = self._ask(own)
+        own = self._with_stacks(own)
+        views = own
+        a_round = asks or self._peers.asked
+        if not found.are_all:
+            place = found.place
+            self._peers.tell(place.generation, place.host, own, words, self.now, asks=asks)
+            others, their_words = self._peers.fresh(self.now)
+            views, words = others | own, their_words | words
         verdict = judge(views, words, world=found.world, floor_s=self.limits.floor_s, longest_s=self.limits.first_s)
         # Ranks are asked one after another: what looks like a standstill may be two moments of ranks that move.
         again = verdict == found.last or verdict.cause not in ("circle", "stalled")
-        found.last = verdict
+        heard = self._peers.numbers(verdict.guilty)
+        if verdict.guilty and not own.keys() & set(verdict.guilty):
+            # Their own machine tells; this one does only when that does not, after two words of it.
+            again = found.last == verdict and heard != found.last_heard
+        found.last, found.last_heard = verdict, heard
         if verdict.certain and not again:
             found.pause_s = LEAD_S
-        elif any(view.age_s > self.limits.floor_s for view in views.values()):
+        elif a_round and any(view.age_s > self.limits.floor_s for view in own.values()):
             found.pause_s = min(2 * found.pause_s, LONGEST_PAUSE_S)
         found.next_look = self.now + min(found.pause_s, self._next_limit(views))
         if verdict.cause and verdict.certain and again:
@@ -228,7 +254,7 @@ class Watchdog:
             return [self._tell_hang(verdict, views, words)]
         lines = []
         if verdict.cause == "late":
-            for rank in verdict.guilty:
+            for rank in own.keys() & set(verdict.guilty):
                 watched = found.ranks[rank]
                 if views[rank].over and not watched.warned:
                     watched.warned = "slow"
@@ -273,7 +299,8 @@ class Watchdog:
             if stacks.main:
                 watched.moving = watched.moving or bool(watched.stack and watched.stack != stacks.main)
                 watched.stack = stacks.main
-            found[rank] = replace(views[rank], stacks=stacks, moving=watched.moving)
+            kernel = kernel_wait(views[rank].pid)
+            found[rank] = replace(views[rank], stacks=stacks, moving=watched.moving, kernel=kernel)
         return found
 
     def _tell_hang(self, verdict: Verdict, views: dict[int, View], words: dict[int, Word]) -> dict[str, Any]:
@@ -287,7 +314,12 @@ class Watchdog:
         except OSError as error:
             print(f"meshwright watchdog: the report could not be written: {error}\n{text}", file=sys.stderr, flush=True)
         text = headline(verdict, views, words, place)
-        more = {"report": path, "cause": verdict.cause, "generation": place.generation}
+        more: dict[str, Any] = {"report": path, "cause": verdict.cause, "generation": place.generation}
+        first = views.get(verdict.guilty[0]) if verdict.guilty else None
+        if first is not None and first.host != place.host:
+            more["elsewhere"] = {"host": first.host, "detect_s": round(first.age_s, 3)}
+            if first.beat is not None:
+                more["elsewhere"] |= {"step": first.beat.step, "phase": first.beat.phase}
         return line_of("hang", verdict.guilty, text, **more)
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 from meshwright.elastic.budget import Budget
 from meshwright.elastic.failure import RankError
+from meshwright.elastic.membership import Alone
 from meshwright.elastic.ranks import may_fork
-from meshwright.elastic.supervisor import Alone, Supervisor
+from meshwright.elastic.supervisor import Supervisor
 from meshwright.parallel.world import World, join_world
 
 __all__ = ["RankError", "may_fork", "run_ranks", "stay_on_loopback"]

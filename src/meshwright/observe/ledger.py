@@ -28,6 +28,8 @@ from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
 
 Ranges = list[tuple[int, int]]
+NOTHING = -1
+"""Where a rank has no sample."""
 
 
 class Ledger(Hook):
@@ -50,7 +52,11 @@ class Ledger(Hook):
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         samples = trainer.batch["samples"]
         ignored = trainer.batch.get("ignored", torch.zeros_like(samples))
-        everyone = trainer.world.gather(torch.stack((samples, ignored))).numpy()
+        said = torch.stack((samples, ignored))
+        if missing := self._most_samples(trainer) - samples.shape[1]:
+            # Ranks with smaller shares of the batch say as much as the others.
+            said = torch.nn.functional.pad(said, (0, missing), value=NOTHING)
+        everyone = trainer.world.gather(said).numpy()
         if not trainer.world.is_first:
             return
         fed: dict[int, np.ndarray] = {}
@@ -62,13 +68,18 @@ class Ledger(Hook):
                 )
         line: dict[str, Any] = {
             "step": trainer.step,
-            "fed": [[window for row in fed[index][0] for window in runs(row)] for index in sorted(fed)],
+            "fed": [[window for row in fed[index][0] for window in runs(row[row != NOTHING])] for index in sorted(fed)],
         }
         if metrics.get("skipped"):
             line["skipped"] = next((name for name in ("nonfinite", "spike") if metrics.get(name)), "overflow")
         if bad := [int(number) for own in fed.values() for number in own[0][own[1] > 0]]:
             line["bad"] = bad
         self._write(trainer, line)
+
+    def _most_samples(self, trainer: TrainingLoop) -> int:
+        """The samples of a micro-step on the rank that has the largest share of it."""
+        strategy, own = trainer.job.strategy, trainer.batch["samples"].shape[1]
+        return own // strategy.data_shares[trainer.one_step.data_rank] * max(strategy.data_shares)
 
     def at_rollback(self, trainer: TrainingLoop) -> None:
         if self.file is None or trainer.last_rollback is None:

@@ -15,9 +15,9 @@ from meshwright.planning.answer import candidate_json
 from meshwright.planning.corrections import observe
 from meshwright.planning.question import Candidate, estimate
 from meshwright.strategy import Strategy
-from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.hooks import RETUNED, Hook, Metrics
 from meshwright.training.loop import TrainingLoop
-from meshwright.training.planned import predict, question_of
+from meshwright.training.planned import predict, question_of, read_plan
 
 GIB = 2.0**30
 LEAST_STEPS = 20
@@ -40,14 +40,17 @@ class PlanFile(Hook):
         if not trainer.world.is_first or trainer.finished:
             return
         planned, config = trainer.planned, trainer.config
+        question = question_of(planned.asked, trainer.world.size)
+        held = read_plan(trainer.job.folder) or {}
         self.facts = {
             "schema": 1,
-            "question": question_of(planned.asked, trainer.world.size),
+            "question": question,
             "strategy": planned.strategy,
             "micro_batch": planned.micro_batch,
             "expected": None,
             "measured": None,
             "answer": planned.answer,
+            "tried": held.get("tried", []) if held.get("question") == question else [],
         }
         strategy = Strategy.parse(planned.strategy, trainer.world.size)
         try:
@@ -69,7 +72,7 @@ class PlanFile(Hook):
     def at_end(self, trainer: TrainingLoop) -> None:
         peak = float(trainer.world.gather(torch.tensor([peak_memory(trainer.world.device)], dtype=torch.float64)).max())
         counted = self.seconds[WARM:]
-        if not trainer.world.is_first or len(counted) < LEAST_STEPS:
+        if not trainer.world.is_first or len(counted) < LEAST_STEPS or trainer.stop_reason == RETUNED:
             return
         step_s = statistics.median(counted)
         self.facts["measured"] = {"step_time_s": step_s, "peak_gib": peak / GIB, "steps": len(counted)}

@@ -112,6 +112,12 @@ class Parallel:
         return self.mesh.data.get_local_rank() if self.mesh is not None else 0
 
     @property
+    def weight(self) -> float:
+        """By what a mean over this rank's samples is multiplied, so that the average over ranks is that of all samples;
+        one, unless the strategy deals out shares."""
+        return self.strategy.data_shares[self.data_rank] * self.strategy.dp / self.strategy.all_shares
+
+    @property
     def is_first_of_stage(self) -> bool:
         """Whether this rank is the first of those that hold the same layers."""
         mesh = self.mesh

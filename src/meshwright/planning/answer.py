@@ -17,6 +17,7 @@ from meshwright.planning.changes import Change, cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.corrections import learned_of, subject_of
 from meshwright.planning.families import families, family_of
+from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.least_memory import nearest
 from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.memory import GIB
@@ -97,6 +98,15 @@ class Plan:
                 "gpus": cluster.gpus,
                 "gpus_per_node": cluster.node,
                 "memory_gib": round(cluster.memory / GIB, 2),
+                "groups": [
+                    {
+                        "chip": group.chip.key,
+                        "gpus": group.gpus,
+                        "gpus_per_node": group.node,
+                        "memory_gib": round(group.memory / GIB, 2),
+                    }
+                    for group in cluster.groups
+                ],
             },
             "sequence_length": question.sequence_length,
             "global_batch": question.global_batch,
@@ -116,6 +126,7 @@ class Plan:
             ],
             "tried": [one.as_json() for one in self.tried],
             "fewer_gpus": [candidate_json(self, one) for one in self.fewer],
+            "ways": ways_json(self.found),
             "why": explain(self),
             "searched": None
             if self.found is None
@@ -136,9 +147,12 @@ def origin(question: Question) -> str:
 
 
 def _estimated(question: Question) -> str:
-    if question.known.measured(question.cluster.chip.key):
-        return "estimated, with constants fitted to published runs on this chip"
-    return "estimated from the vendor's figures; nothing was measured on this chip"
+    unknown = [group.chip.name for group in question.cluster.kinds if not question.known.measured(group.chip.key)]
+    if not unknown:
+        these = "these chips" if question.cluster.groups else "this chip"
+        return f"estimated, with constants fitted to published runs on {these}"
+    which = "this chip" if not question.cluster.groups else ", ".join(dict.fromkeys(unknown))
+    return f"estimated from the vendor's figures; nothing was measured on {which}"
 
 
 def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
@@ -151,6 +165,7 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "strategy": str(candidate.strategy),
         "micro_batch": candidate.micro_batch,
         "gpus": candidate.scenario.cluster.gpus,
+        "placement": placed_json(candidate),
         "verdict": memory.verdict,
         "memory": {
             "peak_gib": round(memory.peak / GIB, 3),
@@ -159,7 +174,12 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
             "fullest_stage": memory.fullest,
             "terms": terms_gib(fullest),
             "by_stage": [
-                {"peak_gib": round(terms.total / GIB, 3), "terms": terms_gib(terms)} for terms in memory.stages
+                {
+                    "peak_gib": round(terms.total / GIB, 3),
+                    "capacity_gib": round(memory.room(rank) / GIB, 3),
+                    "terms": terms_gib(terms),
+                }
+                for rank, terms in enumerate(memory.stages)
             ],
             "host_gib": round(memory.host / GIB, 3),
             "peaks": peaks_gib(candidate),
@@ -222,11 +242,13 @@ def plan(
     tokens: float | None = None,
     compare: bool = True,
     batches: Iterable[int] = (),
+    all_chips: bool = False,
 ) -> Plan:
     """Which strategy trains a model best on a cluster, whether it fits, how fast, and why.
 
     With `strategy` that one is estimated instead of searched for. `compare` adds the runners-up of other families and
-    fewer chips. `batches` are other global batches that the ranks must be able to share too.
+    fewer chips. `batches` are other global batches that the ranks must be able to share too. With `all_chips`, machines
+    of a slow kind are not left out.
     """
     name, spec = read_model(model)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -243,6 +265,7 @@ def plan(
         precision,
         parse_constraints(texts),
         batches=tuple(batches),
+        all_chips=all_chips,
         learned=learned_of(machines),
     )
     _check_precision(question)
@@ -250,17 +273,20 @@ def plan(
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question))
-    by = "memory" if objective == "memory" else "throughput"
+    by = objective if objective in ("memory", "cost") else "throughput"
     known = _known(question)
     found = search(_beyond(question, known), objective)
     ranked = _shown(question, [*known, *found.ranked[:SHOWN]], by)
     best = ranked[0] if ranked and ranked[0].fits else None
+    # Of several kinds of machines, the ways to use them are what is compared.
+    compare = compare and not question.cluster.groups
     runners = _runners(question, best) if compare and best is not None else ()
     fewer = _fewer(question, best) if compare and best is not None else ()
     if best is None:
         closest = in_full(question, found.nearest) if found.nearest is not None else None
         found = replace(found, nearest=ranked[0] if ranked else closest)
-    distinct = {(str(one.strategy), one.micro_batch): one for one in [*ranked, *_members(runners)]}
+    others = [*ranked, *_members(runners), *(in_full(question, one) for one in found.ways.values() if one is not None)]
+    distinct = {(str(one.strategy), one.micro_batch, str(one.scenario.cluster)): one for one in others}
     candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
     return Plan(question, name, best, candidates, runners, fewer, found, tokens)
 
@@ -280,6 +306,8 @@ def _known(question: Question) -> list[Candidate]:
 def _beyond(question: Question, known: Iterable[Candidate]) -> Question:
     """What is left to search: others than those, on chips as small as runs have shown them to be."""
     cluster = question.cluster
+    if cluster.groups:
+        return question
     short = cluster.memory * (1 - 1 / question.learned.memory_ratio(cluster)) / GIB
     return replace(
         question,
@@ -290,7 +318,10 @@ def _beyond(question: Question, known: Iterable[Candidate]) -> Question:
 
 def _shown(question: Question, candidates: Iterable[Candidate], by: str) -> list[Candidate]:
     """The best, with what runs on such machines have shown: that can change which of them is first."""
-    shown = (in_full(question, one) for one in candidates)
+    whole = not question.cluster.groups
+    shown = (
+        in_full(question, estimate(question, one.strategy, one.micro_batch) if whole else one) for one in candidates
+    )
     return sorted(shown, key=lambda one: (not one.fits, one.score(by)))[:SHOWN]
 
 
@@ -305,13 +336,13 @@ def _members(runners: Iterable[Runner]) -> list[Candidate]:
 
 
 def _check_precision(question: Question) -> None:
-    chip = question.cluster.chip
     dtype = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}.get(question.precision, question.precision)
     if question.precision not in ("float32", "bf16", "fp16"):
         raise UserError(f"--precision={question.precision}: the trainer computes in float32, bf16 or fp16")
-    if dtype not in chip.tflops:
-        known = [one for one in ("bf16", "fp16", "float32") if one in chip.tflops]
-        raise UserError(f"--precision={question.precision}: {chip.name} lacks it; use {' or '.join(known)}")
+    for group in question.cluster.kinds:
+        if dtype not in group.chip.tflops:
+            known = [one for one in ("bf16", "fp16", "float32") if one in question.cluster.chip.tflops]
+            raise UserError(f"--precision={question.precision}: {group.chip.name} lacks it; use {' or '.join(known)}")
 
 
 def _of_one(question: Question, name: str, text: str, micro_batch: int | None, tokens: float | None) -> Plan:
@@ -319,7 +350,7 @@ def _of_one(question: Question, name: str, text: str, micro_batch: int | None, t
     strategy = Strategy.parse(text, question.cluster.gpus)
     strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
     micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
-    size = micro_batch or question.global_batch // strategy.dp // micro_steps
+    size = micro_batch or question.global_batch // strategy.all_shares // micro_steps
     candidate = in_full(question, estimate(question, strategy, size))
     change = None if candidate.fits else cheapest_change(question, candidate)
     runner = (

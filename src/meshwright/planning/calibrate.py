@@ -324,7 +324,7 @@ def timed(world: World, case: Case) -> float:
     step = step_of(world, case)
     best = float("inf")
     for number in range(case.steps):
-        batch = batch_of(case, number, step.data_rank, step.strategy.dp)
+        batch = batch_of(case, number, step.data_rank, step.strategy)
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
         started = time.perf_counter()

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.errors import UserError, nearest
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep", "zero", "micro_batch")
-WORDS = ("schedule", "layers", "cp_method", "recompute", "offload", "sp")
+WORDS = ("schedule", "layers", "cp_method", "recompute", "offload", "sp", "shares")
 _TEST: dict[str, Callable[[Any, Any], bool]] = {
     "<=": operator.le, ">=": operator.ge, "!=": operator.ne, "=": operator.eq, "<": operator.lt, ">": operator.gt,
 }  # fmt: skip

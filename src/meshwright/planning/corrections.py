@@ -162,6 +162,8 @@ def _read(path: Path) -> dict[str, tuple[Observation, ...]]:
 
 def machines_key(cluster: Cluster) -> str:
     """A kind of machines: the chip, how many of them share a machine, their network; the host's own cores."""
+    if cluster.groups:
+        return str(cluster)
     if cluster.chip.key == "cpu":
         return f"cpu-{socket.gethostname()}"
     return f"{cluster.chip.key}-{cluster.node}-{cluster.domain}-{cluster.nic:g}"

@@ -9,6 +9,7 @@ import tomli_w
 from meshwright.errors import UserError
 from meshwright.models.presets import presets
 from meshwright.planning.answer import Plan
+from meshwright.planning.group_words import placed
 
 
 def run_table(plan: Plan, data: str | None = None) -> dict[str, Any]:
@@ -46,9 +47,11 @@ def run_file(plan: Plan, data: str | None = None) -> str:
     best = plan.best
     table = run_table(plan, data)
     assert best is not None
+    cluster = best.scenario.cluster
     head = (
-        f"# Planned for {plan.question.cluster}: {best.step_s:.3g} s a step, "
+        f"# Planned for {cluster}: {best.step_s:.3g} s a step, "
         f"{best.tokens_per_s_per_gpu:,.0f} tokens/s and GPU, {best.memory.peak / 2**30:.1f} GiB at the peak.\n"
-        f"# Start it on {plan.question.cluster.gpus} ranks. data.path is a folder of `meshwright data prepare`.\n\n"
+        f"# Start it on {cluster.gpus} ranks. data.path is a folder of `meshwright data prepare`.\n"
     )
+    head += "".join(f"# {one[0].upper()}{one[1:]}.\n" for one in map(str, placed(best))) + "\n"
     return head + tomli_w.dumps(table)

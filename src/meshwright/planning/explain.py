@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
+from meshwright.planning.group_words import stage_chips, ways
 from meshwright.planning.memory import FITS, GIB, Terms
 from meshwright.planning.question import Candidate
 
@@ -84,11 +85,14 @@ def explain(plan: Plan) -> list[str]:
     terms = memory.stages[memory.fullest]
     term, size = largest_term(terms)
     where = f"pipeline rank {memory.fullest} of {len(memory.stages)}" if len(memory.stages) > 1 else "every rank alike"
+    if best.scenario.cluster.groups:
+        where = f"{where.removesuffix(' alike')} of the {stage_chips(best)[memory.fullest]}"
     lines.append(
         f"memory peaks at {memory.peak / GIB:.1f} of {memory.capacity / GIB:.1f} GiB on {where}; the largest part is "
         f"{term} ({size / GIB:.1f} GiB); up to {FITS:.0%} counts as safe"
     )
     lines.append(time_goes_into(best))
+    lines += ways(plan.found)
     for runner in plan.runners:
         if runner.candidate is None:
             continue

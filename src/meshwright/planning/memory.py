@@ -83,13 +83,19 @@ class Memory:
     host: float
     """Bytes of host memory for each rank."""
     capacity: float
-    """Bytes of a chip."""
+    """Bytes of a chip; of the fullest rank's, where they differ."""
     host_capacity: float
+    capacities: tuple[float, ...] = ()
+    """Of each pipeline rank's chip, where they differ."""
+
+    def room(self, rank: int) -> float:
+        """Bytes of a pipeline rank's chip."""
+        return self.capacities[rank] if self.capacities else self.capacity
 
     @property
     def fullest(self) -> int:
-        """The pipeline rank with the highest peak."""
-        return max(range(len(self.stages)), key=lambda rank: self.stages[rank].total)
+        """The pipeline rank with the highest peak, for its chip."""
+        return max(range(len(self.stages)), key=lambda rank: self.stages[rank].total / self.room(rank))
 
     @property
     def peak(self) -> float:
@@ -104,7 +110,7 @@ class Memory:
     @property
     def hard_share(self) -> float:
         """The same without fragmentation: more than all is certain to fail."""
-        return max(terms.total - terms.fragmentation for terms in self.stages) / self.capacity
+        return max((terms.total - terms.fragmentation) / self.room(rank) for rank, terms in enumerate(self.stages))
 
     @property
     def verdict(self) -> str:

@@ -40,9 +40,12 @@ def page(plan: Plan) -> str:
             "<h2>Memory by pipeline rank</h2>",
             *(
                 _bar(
-                    {TERMS[name]: getattr(one, name) / GIB for name in TERMS}, best.memory.capacity / GIB, "GiB", False
+                    {TERMS[name]: getattr(one, name) / GIB for name in TERMS},
+                    best.memory.room(rank) / GIB,
+                    "GiB",
+                    False,
                 )
-                for one in best.memory.stages
+                for rank, one in enumerate(best.memory.stages)
             ),
             "<h2>A step</h2>",
             _bar({PARTS[name]: getattr(best.parts, name) for name in PARTS}, best.step_s, "s"),
@@ -65,7 +68,7 @@ def _table(plan: Plan) -> str:
         finite = one.step_s < float("inf")
         kind = {"fits": "fits", "tight": "tight"}.get(one.memory.verdict, "no")
         cells = [
-            escape(str(one.strategy)),
+            escape(str(one.strategy) + (f" on {one.scenario.cluster}" if plan.question.cluster.groups else "")),
             str(one.micro_batch),
             f'<span class="{kind}">{one.memory.verdict}</span>',
             f"{one.memory.peak / GIB:.1f}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, log, sqrt
 
@@ -12,10 +12,11 @@ from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.constraints import Constraint
 from meshwright.planning.corrections import Learned, corrected
-from meshwright.planning.memory import Memory, memory_of
+from meshwright.planning.group_times import memory_on, timer_on
+from meshwright.planning.memory import Memory
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import Constants, constants
-from meshwright.planning.timing import Parts, Timer
+from meshwright.planning.timing import Parts
 from meshwright.strategy import Strategy
 
 FEATURE = 0.01
@@ -37,6 +38,8 @@ class Question:
     software: str = "meshwright"
     batches: tuple[int, ...] = ()
     """Other global batches that the ranks must be able to share."""
+    all_chips: bool = False
+    """Whether all machines must work, also those of a slow kind."""
     left_out: frozenset[tuple[str, int]] = frozenset()
     """Strategies and micro-batches that are not searched, because more is known of them than an estimate."""
     learned: Learned = field(default_factory=Learned, compare=False, repr=False)
@@ -122,7 +125,7 @@ class Candidate:
         scenario = self.scenario
         tokens = scenario.global_batch * scenario.sequence_length
         flops = blocks.training_flops(scenario.spec, tokens, scenario.sequence_length)
-        return flops / self.step_s / scenario.cluster.gpus / scenario.cluster.chip.peak(scenario.wide)
+        return flops / self.step_s / scenario.cluster.gpus / scenario.cluster.mean_peak(scenario.wide)
 
     @cached_property
     def features(self) -> int:
@@ -135,7 +138,8 @@ class Candidate:
         order = (self.features, strategy.zero, strategy.tp, strategy.pp, strategy.cp, strategy.ep, -self.micro_batch)
         if objective == "memory":
             return (self.memory.peak, self.step_s, *order)
-        return (self.step_s * (1 + FEATURE * self.features), *order)
+        time = self.step_s * (1 + FEATURE * self.features)
+        return (time * self.scenario.cluster.hourly if objective == "cost" else time, *order)
 
 
 @dataclass
@@ -150,12 +154,15 @@ class Found:
     estimated: int
     bounded: int
     """Degrees that were left out because of their bound."""
+    ways: dict[str, Candidate | None] = field(default_factory=dict)
+    """On machines of several kinds, the best of each way to use them."""
 
 
 def count_features(strategy: Strategy | Layout) -> int:
     """Features that a strategy uses."""
     used = [strategy.zero > 0, strategy.tp > 1, strategy.pp > 1, strategy.cp > 1, strategy.ep > 1]
     used += [strategy.schedule != "1f1b", strategy.layers != "even", strategy.recompute != "none"]
+    used += [strategy.shares != "even"]
     used += [strategy.offload != "none", strategy.offload != "none", strategy.zero > 0 and strategy.replicate > 1]
     return sum(used)
 
@@ -163,11 +170,14 @@ def count_features(strategy: Strategy | Layout) -> int:
 def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candidate:
     """One strategy, whether it fits or not."""
     scenario = question.scenario(strategy, micro_batch)
-    origin = "calibrated" if question.cluster.speeds is not None else "estimated"
-    parts = Timer(scenario, question.known).parts()
-    return Candidate(strategy, micro_batch, scenario, memory_of(scenario), parts, origin)
+    measured = all(group.speeds is not None for group in question.cluster.kinds)
+    origin = "calibrated" if measured else "estimated"
+    memory, parts = memory_on(scenario), timer_on(scenario, question.known).parts()
+    return Candidate(strategy, micro_batch, scenario, memory, parts, origin)
 
 
 def in_full(question: Question, candidate: Candidate) -> Candidate:
     """A candidate of a search with the memory of all its pipeline ranks and its time, and what was learned."""
-    return corrected(estimate(question, candidate.strategy, candidate.micro_batch), question.learned)
+    # It may be one of a part of the machines.
+    own = replace(question, cluster=candidate.scenario.cluster)
+    return corrected(estimate(own, candidate.strategy, candidate.micro_batch), question.learned)

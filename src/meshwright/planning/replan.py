@@ -2,7 +2,8 @@
 
 Copies come and go first (dp, replicate, shard): that changes nothing of what a rank has to hold. Only when no number
 of copies fits are the degrees reduced that split the model, by as little as possible. The global batch stays as it is,
-so a number of ranks that cannot share it leaves some of them idle.
+so a number of ranks that cannot share it leaves some of them idle. Unequal shares of it belong to the ranks for which
+they were written: other numbers of copies share it evenly.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def replan(
     for splits in _splits(asked):
         ranks_a_copy = splits["tp"] * splits["cp"] * splits["pp"]
         for dp in range(min(most, world // ranks_a_copy), 0, -1):
-            for strategy in _candidates(asked, splits, dp, open_shard=exact is None and asked.shard == 1):
+            for strategy in _candidates(asked, splits, dp, exact is None, exact is None and asked.shard == 1):
                 if legal(strategy):
                     return Replanned(strategy, _change(asked, strategy, world, exact is None))
     # Nothing fits, not even on one rank: what is wrong with what was asked for is the thing to tell.
@@ -85,7 +86,9 @@ def _splits(asked: Strategy) -> Iterator[dict[str, int]]:
     yield from sorted(choices, key=cost)
 
 
-def _candidates(asked: Strategy, splits: dict[str, int], dp: int, open_shard: bool) -> Iterator[Strategy]:
+def _candidates(
+    asked: Strategy, splits: dict[str, int], dp: int, open_dp: bool, open_shard: bool
+) -> Iterator[Strategy]:
     """Strategies with these degrees, the nearest first."""
     words: dict[str, Any] = {**splits, "sp": asked.sp and splits["tp"] > 1}
     if splits["pp"] != asked.pp:
@@ -97,12 +100,14 @@ def _candidates(asked: Strategy, splits: dict[str, int], dp: int, open_shard: bo
     if asked.offload == "parameters" and dp * splits["cp"] == 1:
         words["offload"] = "optimizer"
     methods = [words] if splits["cp"] in (1, asked.cp) else [words, words | {"cp_method": "ring"}]
-    for shard in _shards(asked, dp, open_shard):
-        for method in methods:
-            try:
-                yield replace(asked, **method, shard=shard, replicate=dp // shard)
-            except ConfigError:
-                continue
+    # Where dp was left open, shares were written for any number of copies.
+    shares = [asked.shares] if asked.shares == "even" or dp == asked.dp or open_dp else []
+    choices = product(dict.fromkeys([*shares, "even"]), _shards(asked, dp, open_shard), methods)
+    for share, shard, method in choices:
+        try:
+            yield replace(asked, **method, shard=shard, replicate=dp // shard, shares=share)
+        except ConfigError:
+            continue
 
 
 def _shards(asked: Strategy, dp: int, open_shard: bool) -> list[int]:
@@ -118,7 +123,7 @@ def _shards(asked: Strategy, dp: int, open_shard: bool) -> list[int]:
 def _change(asked: Strategy, found: Strategy, world: int, any_copies: bool) -> str | None:
     """What is different, and who has nothing to do."""
     idle = world - found.world
-    keys = ("dp", "replicate", "shard", *SPLITS, "layers", "schedule", "cp_method", "offload")
+    keys = ("dp", "replicate", "shard", *SPLITS, "layers", "schedule", "cp_method", "offload", "shares")
     changed = [
         f"{key} {getattr(asked, key)} -> {getattr(found, key)}"
         for key in keys

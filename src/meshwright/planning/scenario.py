@@ -36,6 +36,8 @@ class Layout:
     cp_method: str = "ring"
     recompute: str = "none"
     offload: str = "none"
+    shares: str = "even"
+    """How the samples of a micro-step are dealt out to data-parallel ranks."""
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
@@ -55,6 +57,7 @@ class Layout:
             cp_method=strategy.cp_method,
             recompute=strategy.recompute,
             offload=strategy.offload,
+            shares=strategy.shares,
         )
 
     def strategy(self) -> Strategy:
@@ -73,7 +76,19 @@ class Layout:
             cp_method=self.cp_method,
             recompute=self.recompute,
             offload=self.offload,
+            shares=self.shares,
         )
+
+    @property
+    def data_shares(self) -> tuple[int, ...]:
+        """Of each data-parallel rank."""
+        numbers = [1] if self.shares == "even" else [int(number) for number in self.shares.split("+")]
+        return tuple(number for number in numbers for _ in range(self.dp // len(numbers)))
+
+    @property
+    def all_shares(self) -> int:
+        """Parts of a micro-step's samples: dp where all ranks get the same."""
+        return self.dp if self.shares == "even" else sum(self.data_shares)
 
     @property
     def world(self) -> int:
@@ -128,11 +143,11 @@ class Scenario:
     @property
     def micro_steps(self) -> float:
         """Forward passes per optimizer step on each rank."""
-        return self.global_batch / (self.layout.dp * self.micro_batch)
+        return self.global_batch / (self.layout.all_shares * self.micro_batch)
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on a rank."""
+        """Tokens of a micro-batch on a rank, of one of its shares."""
         return self.micro_batch * self.sequence_length / self.layout.cp
 
     @property

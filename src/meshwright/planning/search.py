@@ -37,10 +37,22 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     """The best strategy and its runners-up; the same question has the same answer always."""
     if objective not in OBJECTIVES:
         raise UserError(f"--objective={objective} is not one of {', '.join(OBJECTIVES)}")
+    if question.cluster.groups:
+        from meshwright.planning.group_search import search_groups
+
+        return search_groups(question, objective, keep)
+    # On machines of one kind, what takes the least time costs the least.
+    objective = "memory" if objective == "memory" else "throughput"
+    if not question.allows(shares="even"):
+        given = ", ".join(str(one) for one in question.constraints if one.key == "shares")
+        raise UserError(
+            f"constraint {given}: all of {question.cluster} are of one kind, and equal shares are best for them; "
+            "drop it, or estimate other shares with --strategy"
+        )
     space = Space(question)
     pending = in_order(question, space)
     if not pending:
-        raise UserError(_no_degrees(question))
+        raise UserError(no_degrees(question))
     if objective == "memory":
         return least_memory(question, space, pending, keep)
     found: list[Candidate] = []
@@ -70,6 +82,9 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
                 best = min(best, candidate.score(objective)[0])
     found.sort(key=lambda one: one.score(objective))
     closest = None if found else nearest(question, space, pending)
+    if closest is not None and closest.fits and question.constraints:
+        # Memory is not what keeps it from being taken.
+        raise UserError(no_degrees(question))
     return Found(found[0] if found else None, found[:keep], closest, estimated, bounded)
 
 
@@ -115,7 +130,8 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
     return best
 
 
-def _no_degrees(question: Question) -> str:
+def no_degrees(question: Question) -> str:
+    """Why there is nothing to search, and what to change."""
     given = ", ".join(map(str, question.constraints))
     gpus, batch = question.cluster.gpus, question.global_batch
     if given:

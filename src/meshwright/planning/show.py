@@ -8,9 +8,10 @@ from rich.text import Text
 
 from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
+from meshwright.planning.group_times import timer_on
+from meshwright.planning.group_words import placed
 from meshwright.planning.memory import GIB
 from meshwright.planning.question import Candidate
-from meshwright.planning.timing import Timer
 from meshwright.schedules import make_program, simulate
 
 COLOURS = ("blue", "cyan", "magenta", "green", "yellow", "bright_blue", "red", "bright_cyan", "bright_magenta", "white")
@@ -51,6 +52,8 @@ def table_of(plan: Plan) -> Table:
     names = ["strategy", "micro-batch", "verdict", "GiB", "s/step", "tokens/s/GPU", "MFU"]
     if plan.tokens is not None:
         names += ["days", "cost"]
+    if plan.question.cluster.groups:
+        names.insert(1, "GPUs")
     for name in names:
         table.add_column(
             name, justify="left" if name in ("strategy", "verdict") else "right", no_wrap=name == "strategy"
@@ -68,6 +71,8 @@ def table_of(plan: Plan) -> Table:
             f"{candidate.tokens_per_s_per_gpu:,.0f}" if finite else "",
             f"{candidate.mfu:.1%}" if finite else "",
         ]
+        if plan.question.cluster.groups:
+            row.insert(1, str(candidate.scenario.cluster.gpus))
         if plan.tokens is not None:
             days, cost = plan.days(candidate) if finite else None, plan.cost(candidate) if finite else None
             row += [f"{days:,.1f}" if days is not None else "", f"{cost:,.0f}" if cost is not None else ""]
@@ -145,7 +150,7 @@ def schedule_spans(candidate: Candidate) -> list[list[tuple[str, float, float]]]
     micro = min(max(1, round(scenario.micro_steps)), max(strategy.pp, MOST_DRAWN))
     from meshwright.planning.software import constants
 
-    times = Timer(scenario, constants()).stage_times()
+    times = timer_on(scenario, constants()).stage_times()
     program = make_program(strategy.schedule, strategy.pp, micro)
     timeline = simulate(program, lambda action: times.of(action.kind, action.stage), times.transfer)
     return [[(f"{action.kind}{action.micro}", start, stop) for action, start, stop in row] for row in timeline.spans]
@@ -174,6 +179,7 @@ def placement(candidate: Candidate) -> str:
                 where = "across machines"
             lines.append(f"  {axis} = {degree}: every {reach} rank{'s' if reach > 1 else ''}, {where}")
         reach *= degree
+    lines += [f"  {one}" for one in placed(candidate)]
     if not lines:
         return "mesh: one rank"
     return f"mesh on {cluster.nodes} machines of {cluster.node} (domain of {cluster.domain}):\n" + "\n".join(lines)

@@ -109,10 +109,15 @@ class Space:
 
     def orders(self, degrees: Degrees, zero: int) -> Iterator[tuple[str, str]]:
         """(schedule, layers) for degrees."""
-        for schedule in self._schedules(degrees.pp, zero, degrees.dp * degrees.cp):
+        for schedule in self.schedules(degrees, zero):
             for layers in self.splits(degrees.pp, schedule):
                 if self.question.allows(schedule=schedule, layers=layers):
                     yield schedule, layers
+
+    def schedules(self, degrees: Degrees, zero: int) -> list[str]:
+        """Schedules for degrees."""
+        found = self._schedules(degrees.pp, zero, degrees.dp * degrees.cp)
+        return [schedule for schedule in found if self.question.allows(schedule=schedule)]
 
     def zero_stages(self, degrees: Degrees, offload: str) -> list[int]:
         """Stages that make sense with some degrees, the least sharded first."""
@@ -208,4 +213,6 @@ def most_recompute(question: Question) -> str:
 def allowed(question: Question, layout: Layout) -> bool:
     """Whether a layout meets the constraints."""
     names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "replicate", "schedule", "layers", "recompute", "offload")
-    return question.allows(**{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method)
+    return question.allows(
+        **{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method, shares=layout.shares
+    )

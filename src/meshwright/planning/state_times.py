@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import ceil
 
 from meshwright.cuts import SMALL_UNIT
@@ -131,11 +132,15 @@ class StateTimes:
         edge = 1 / max(2, sum(len(part) for part in self.scenario.stages[slowest]))
         return self.operations.hide(reduce, backward, edge) + self.operations.hide(gather, forward, edge)
 
-    def update(self) -> tuple[float, float]:
-        """Seconds of the optimizer's step of the fullest rank, on the chip and in host memory."""
+    def update(self, ranks: Collection[int] | None = None) -> tuple[float, float]:
+        """Seconds of the optimizer's step of the fullest of these pipeline ranks, on the chip and in host memory."""
         layout = self.scenario.layout
         shards, expert_shards = layout.state_ranks if layout.zero else 1, layout.expert_state_ranks
-        most = max(plain / shards + experts / expert_shards for plain, experts in self._held())
+        most = max(
+            plain / shards + experts / expert_shards
+            for rank, (plain, experts) in enumerate(self._held())
+            if ranks is None or rank in ranks
+        )
         if layout.offload == "none":
             return self.operations.update(most), 0.0
         # Gradients go down and parameters come back; the host's cores update them.

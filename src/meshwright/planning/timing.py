@@ -6,6 +6,7 @@ the order of a pipeline's passes in `pipeline`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import log2
 
@@ -14,7 +15,7 @@ from meshwright.planning.layer_times import LayerTimes
 from meshwright.planning.measured import operations_of
 from meshwright.planning.pipeline import StageTimes
 from meshwright.planning.scenario import Scenario
-from meshwright.planning.software import Constants
+from meshwright.planning.software import Constants, Software
 from meshwright.planning.state_times import StateTimes
 from meshwright.schedules import splits_backward
 
@@ -43,7 +44,7 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class _Passes:
+class Passes:
     """Seconds of one stage's passes of one micro-batch, with what is exposed of communication."""
 
     forward: float
@@ -100,31 +101,10 @@ class Timer:
 
     def parts(self, simulate: bool = True) -> Parts:
         """The step; without simulation a lower bound of the pipeline's length stands in for it."""
-        scenario, software = self.scenario, self.operations.software
         flow = self._flow()
-        micro_steps = flow.micro_steps
-        length = self._length(flow, simulate)
+        length = length_of(self.scenario, flow, simulate)
         reduction = self.states.reduction(flow.slowest, flow.forward, flow.backward)
-        optimizer, offload = self.states.update()
-        steady = length + reduction + optimizer + offload
-        nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
-        other = software.step_s + (steady * software.jitter * log2(nodes) if nodes > 1 else 0.0)
-        # Ranks that share cores have those of the ones that wait: together they can be faster than the slowest alone.
-        pace = min(1.0, length / (micro_steps * flow.work))
-        micro_paced = micro_steps * pace
-        spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
-        return Parts(
-            compute=micro_paced * (flow.work - spent),
-            recompute=micro_paced * flow.again,
-            tp=micro_paced * flow.tp,
-            cp=micro_paced * flow.cp,
-            ep=micro_paced * flow.ep,
-            dp=micro_paced * flow.gathered + reduction,
-            bubble=length - micro_paced * flow.work,
-            optimizer=optimizer,
-            offload=offload,
-            other=other,
-        )
+        return parts_of(self.scenario, self.operations.software, flow, length, reduction, self.states.update())
 
     def stage_times(self) -> StageTimes:
         """Seconds of a micro-batch in each stage."""
@@ -133,7 +113,7 @@ class Timer:
     def without_gaps(self) -> float:
         """Seconds of the step if no rank ever waited for another and all had the same work: below any schedule."""
         parts, flow = self.parts(simulate=False), self._flow()
-        return parts.total - self._length(flow, simulate=False) + flow.micro_steps * flow.mean
+        return parts.total - length_of(self.scenario, flow, simulate=False) + flow.micro_steps * flow.mean
 
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
@@ -146,60 +126,20 @@ class Timer:
         return self._flows[key]
 
     def _make_flow(self) -> Flow:
-        scenario, layout = self.scenario, self.scenario.layout
-        stages = scenario.stages
-        last = scenario.spec.num_hidden_layers
-        order = sorted((part for held in stages for part in held), key=lambda part: part.start)
-        passes: dict[tuple[object, ...], _Passes] = {}
-        found: list[_Passes] = []
-        for part in order:
+        return flow_of(self.scenario, self.passes(), self.transfer())
+
+    def passes(self) -> list[Passes]:
+        """Of every stage, in order."""
+        last = self.scenario.spec.num_hidden_layers
+        passes: dict[tuple[object, ...], Passes] = {}
+        found: list[Passes] = []
+        for part in in_order(self.scenario):
             kinds = self._kinds(part)
             key = (kinds, part.start == 0, part.stop == last)
             if key not in passes:
                 passes[key] = self._stage(part, kinds)
             found.append(passes[key])
-        forward = [one.forward for one in found]
-        weights = [one.weights for one in found]
-        split = layout.pp > 1 and splits_backward(layout.schedule)
-        backward = [one.backward if split else one.backward + one.weights for one in found]
-        times = StageTimes(forward, backward, weights if split else [0.0] * len(found), self._transfer())
-        work = pipeline.rank_work(layout.schedule, layout.pp, times) if layout.pp > 1 else [forward[0] + backward[0]]
-        slowest = max(range(layout.pp), key=lambda rank: work[rank])
-        held = set(stages[slowest])
-        own = [one for part, one in zip(order, found, strict=True) if part in held]
-        return Flow(
-            times=times,
-            micro_steps=max(1, round(scenario.micro_steps)),
-            work=work[slowest],
-            mean=sum(work) / len(work),
-            slowest=slowest,
-            forward=sum(one.forward for one in own),
-            backward=sum(one.backward + one.weights for one in own),
-            again=sum(one.again for one in own),
-            tp=sum(one.tp for one in own),
-            ep=sum(one.ep for one in own),
-            cp=sum(one.cp for one in own),
-            gathered=sum(one.gathered for one in own),
-        )
-
-    def _length(self, flow: Flow, simulate: bool) -> float:
-        layout = self.scenario.layout
-        if layout.pp == 1:
-            return flow.micro_steps * flow.work
-        if simulate:
-            if flow.simulated is None:
-                flow.simulated = self._shared(
-                    flow, pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
-                )
-            return flow.simulated
-        if flow.bound is None:
-            flow.bound = self._shared(flow, pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times))
-        return flow.bound
-
-    def _shared(self, flow: Flow, length: float) -> float:
-        """A pipeline's length where ranks share cores: a rank that waits leaves its share to the others."""
-        share = self.scenario.cluster.share
-        return length if share == 1 else max(length * share, flow.micro_steps * flow.mean)
+        return found
 
     def _kinds(self, part: range) -> tuple[tuple[bool, bool, int], ...]:
         """The layers of a stage by kind: sparse or not, computed again or not, how many."""
@@ -214,7 +154,7 @@ class Timer:
             counts[key] = counts.get(key, 0) + 1
         return tuple((*key, count) for key, count in counts.items())
 
-    def _stage(self, part: range, kinds: tuple[tuple[bool, bool, int], ...]) -> _Passes:
+    def _stage(self, part: range, kinds: tuple[tuple[bool, bool, int], ...]) -> Passes:
         """One stage's passes of one micro-batch."""
         forward = backward = weights = again = tp = ep = cp = tp_forward = 0.0
         for sparse, recomputed, count in kinds:
@@ -229,7 +169,7 @@ class Timer:
             head = self.layers.head()
             forward, backward, weights = forward + head[0], backward + head[1], weights + head[2]
         shown = self.states.gathers(part, forward, backward + weights + again)
-        return _Passes(
+        return Passes(
             forward=forward + tp_forward + shown[0],
             backward=backward + again + tp + ep + cp - tp_forward + shown[1],
             weights=weights,
@@ -240,7 +180,7 @@ class Timer:
             gathered=shown[0] + shown[1],
         )
 
-    def _transfer(self) -> float:
+    def transfer(self) -> float:
         """Seconds between two stages."""
         scenario, layout = self.scenario, self.scenario.layout
         if layout.pp == 1:
@@ -248,3 +188,83 @@ class Timer:
         size = scenario.tokens / (layout.tp if layout.sp else 1) * scenario.spec.hidden_size * scenario.element
         far = layout.dp * layout.cp * layout.tp * 2 > scenario.cluster.domain
         return self.operations.links.send(size, far) * self.operations.software.pipeline
+
+
+def in_order(scenario: Scenario) -> list[range]:
+    """The layers of every stage."""
+    return sorted((part for held in scenario.stages for part in held), key=lambda part: part.start)
+
+
+def flow_of(scenario: Scenario, found: Sequence[Passes], transfer: float) -> Flow:
+    """The flow of stages with these passes."""
+    layout, stages = scenario.layout, scenario.stages
+    forward = [one.forward for one in found]
+    weights = [one.weights for one in found]
+    split = layout.pp > 1 and splits_backward(layout.schedule)
+    backward = [one.backward if split else one.backward + one.weights for one in found]
+    times = StageTimes(forward, backward, weights if split else [0.0] * len(found), transfer)
+    work = pipeline.rank_work(layout.schedule, layout.pp, times) if layout.pp > 1 else [forward[0] + backward[0]]
+    slowest = max(range(layout.pp), key=lambda rank: work[rank])
+    held = set(stages[slowest])
+    own = [one for part, one in zip(in_order(scenario), found, strict=True) if part in held]
+    return Flow(
+        times=times,
+        micro_steps=max(1, round(scenario.micro_steps)),
+        work=work[slowest],
+        mean=sum(work) / len(work),
+        slowest=slowest,
+        forward=sum(one.forward for one in own),
+        backward=sum(one.backward + one.weights for one in own),
+        again=sum(one.again for one in own),
+        tp=sum(one.tp for one in own),
+        ep=sum(one.ep for one in own),
+        cp=sum(one.cp for one in own),
+        gathered=sum(one.gathered for one in own),
+    )
+
+
+def length_of(scenario: Scenario, flow: Flow, simulate: bool) -> float:
+    """Seconds from the first pass to the last, or a bound below which they cannot be."""
+    layout = scenario.layout
+    if layout.pp == 1:
+        return flow.micro_steps * flow.work
+    if simulate:
+        if flow.simulated is None:
+            length = pipeline.length(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+            flow.simulated = _on_shared_cores(scenario, flow, length)
+        return flow.simulated
+    if flow.bound is None:
+        length = pipeline.shortest(layout.schedule, layout.pp, flow.micro_steps, flow.times)
+        flow.bound = _on_shared_cores(scenario, flow, length)
+    return flow.bound
+
+
+def _on_shared_cores(scenario: Scenario, flow: Flow, length: float) -> float:
+    """A pipeline's length where ranks share cores: a rank that waits leaves its share to the others."""
+    share = scenario.cluster.share
+    return length if share == 1 else max(length * share, flow.micro_steps * flow.mean)
+
+
+def parts_of(
+    scenario: Scenario, software: Software, flow: Flow, length: float, reduction: float, update: tuple[float, float]
+) -> Parts:
+    """A step whose passes take so long, with what comes once a step: sums over data ranks, the optimizer."""
+    optimizer, offload = update
+    steady = length + reduction + optimizer + offload
+    nodes = max(1.0, scenario.cluster.gpus / max(1, scenario.cluster.node))
+    other = software.step_s + (steady * software.jitter * log2(nodes) if nodes > 1 else 0.0)
+    # Ranks that share cores have those of the ones that wait: together they can be faster than the slowest alone.
+    micro_steps = flow.micro_steps * min(1.0, length / (flow.micro_steps * flow.work))
+    spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
+    return Parts(
+        compute=micro_steps * (flow.work - spent),
+        recompute=micro_steps * flow.again,
+        tp=micro_steps * flow.tp,
+        cp=micro_steps * flow.cp,
+        ep=micro_steps * flow.ep,
+        dp=micro_steps * flow.gathered + reduction,
+        bubble=length - micro_steps * flow.work,
+        optimizer=optimizer,
+        offload=offload,
+        other=other,
+    )

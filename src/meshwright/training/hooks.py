@@ -79,6 +79,8 @@ class Events(Hook):
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RETUNED = "another strategy is expected to be faster"
+"""Why ranks stop that are to be started again with another strategy."""
 RESIZE_SIGNAL = signal.SIGUSR1
 """How a launcher asks its ranks to save and end, because other ranks are to go on: any number of times."""
 

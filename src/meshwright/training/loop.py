@@ -156,13 +156,14 @@ class TrainingLoop:
         total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         batch = self.job.batches.batch(self.step)
         micro_steps = self.job.strategy.micro_steps(batch, self.config.train.micro_batch)
-        size = max(1, batch // self.job.strategy.dp // micro_steps)
-        for round_start in range(0, count, self.job.strategy.dp * size):
+        size = batch // micro_steps
+        own = self.job.strategy.own_samples(self.one_step.data_rank, size)
+        for round_start in range(0, count, size):
             self.world.pulse.enter("evaluate")
             # Every rank takes part in every round, since sharded weights are gathered together; one that has no
             # sequences left computes the first one again and does not count it.
-            start = round_start + self.one_step.data_rank * size
-            mine = min(size, max(0, count - start))
+            start = round_start + own.start
+            mine = min(own.stop - own.start, max(0, count - start))
             rows = self.job.sampler.validation_rows(start if mine else 0, mine or 1)
             found = self.one_step.evaluate(torch.from_numpy(rows))
             if mine:
@@ -177,14 +178,16 @@ class TrainingLoop:
         """This rank's part of a step: tokens (micro-steps, samples, tokens + 1), the samples' global numbers, and how
         many targets of all ranks count.
 
-        A micro-step is a run of samples over all ranks, so that it holds the same samples however many ranks share it.
+        A micro-step is a run of samples over all ranks, so that it holds the same samples however many ranks share it,
+        and in whatever shares. Every rank has a part of every micro-step: collectives within passes stay in step.
         """
         size = self.job.batches.batch(step)
         micro_steps = self.job.strategy.micro_steps(size, self.config.train.micro_batch)
-        share = size // micro_steps // self.job.strategy.dp
-        first = self.job.batches.position(step) + self.one_step.data_rank * share
-        starts = [first + index * share * self.job.strategy.dp for index in range(micro_steps)]
-        places = np.stack([self.skips.places(np.arange(start, start + share)) for start in starts])
+        together = size // micro_steps
+        own = self.job.strategy.own_samples(self.one_step.data_rank, together)
+        first = self.job.batches.position(step)
+        starts = [first + index * together for index in range(micro_steps)]
+        places = np.stack([self.skips.places(np.arange(start + own.start, start + own.stop)) for start in starts])
         skip_bad = self.config.data.bad_samples == "skip"
         try:
             tokens, bad = read_samples(self.job.sampler, places, skip_bad)

@@ -111,9 +111,9 @@ def _advice(config: RunConfig, smaller: int | None) -> str:
 
 
 def micro_batch_of(config: RunConfig, job: Job) -> int:
-    """The largest number of samples in one forward pass of a rank."""
+    """The largest number of samples in one forward pass of a rank; of each of its shares, where it has several."""
     strategy, asked = job.strategy, config.train.micro_batch
-    return max(size // strategy.dp // strategy.micro_steps(size, asked) for size in job.batches.sizes())
+    return max(size // strategy.all_shares // strategy.micro_steps(size, asked) for size in job.batches.sizes())
 
 
 def next_micro_batch(config: RunConfig, job: Job) -> int | None:
@@ -168,7 +168,9 @@ def _holdings(trainer: TrainingLoop | None, device: torch.device) -> list[str]:
         parameters = _bytes(tensor for name, tensor in state if name.startswith("model."))
         moments = _bytes(tensor for name, tensor in state if name.startswith("optimizer."))
         gradients = _bytes(p.grad for p in trainer.model.parameters() if p.grad is not None)
-        passes = f"{micro_batch_of(trainer.config, trainer.job)} x {trainer.config.data.sequence_length}"
+        shares = trainer.job.strategy.data_shares[trainer.one_step.data_rank]
+        samples = shares * micro_batch_of(trainer.config, trainer.job)
+        passes = f"{samples} x {trainer.config.data.sequence_length}"
         lines.append(
             f"it holds parameters of {_human(parameters)}, gradients of {_human(gradients)}, optimizer state of "
             f"{_human(moments)}; activations come from passes of {passes} tokens"

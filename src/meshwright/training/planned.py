@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine
+from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine, with_calibration
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, UserError
 from meshwright.models.spec import ModelSpec
@@ -70,15 +70,19 @@ def asks_planner(config: RunConfig) -> bool:
 
 def plan_run(config: RunConfig, world: int, local: int | None = None) -> Planned:
     """The strategy for exactly that many ranks, `local` of them on each machine."""
+    here = local or world
     if not asks_planner(config):
-        return Planned(config, config, world, local or world)
-    return _kept(config, world, local or world) or _ask(config, world, local or world)
+        # One that was changed by parallel.retune stays so.
+        kept = _kept(config, world, here) if config.parallel.retune else None
+        return kept or Planned(config, config, world, here)
+    return _kept(config, world, here) or _ask(config, world, here)
 
 
 def plan_ranks(config: RunConfig, ranks: int, local: int) -> Planned:
     """The strategy for at most that many ranks: those that cannot share the batch or the model stay idle."""
     if not asks_planner(config):
-        return _nearest(config, ranks, local)
+        kept = _kept(config, ranks, local) if config.parallel.retune else None
+        return kept or _nearest(config, ranks, local)
     refused: UserError | None = None
     for world in range(ranks, 0, -1):
         try:
@@ -96,7 +100,7 @@ def plan_ranks(config: RunConfig, ranks: int, local: int) -> Planned:
 
 def agree(config: RunConfig, world: World) -> Planned:
     """The same for the ranks of a launcher's job: the first one asks, the others take its answer."""
-    if not asks_planner(config):
+    if not asks_planner(config) and not config.parallel.retune:
         return Planned(config, config, world.size, _ranks_here(world))
     found = plan_run(config, world.size, _ranks_here(world)) if world.is_first else None
     mine = [found.strategy, found.micro_batch] if found is not None else None
@@ -124,7 +128,7 @@ def machines_of(config: RunConfig, world: int, local: int) -> Cluster:
     """Machines that the ranks are on: parallel.cluster, else ones like this; a UserError if the chip is unknown."""
     if config.parallel.cluster is not None:
         return parse_cluster(config.parallel.cluster).with_gpus(world)
-    here = cpu_ranks(local) if config.run.device == "cpu" else this_machine()
+    here = cpu_ranks(local) if config.run.device == "cpu" else with_calibration(this_machine())
     if here.chip.key == "cpu":
         here = cpu_ranks(min(local, world))
     return here.with_gpus(world)
@@ -230,6 +234,7 @@ def _ask(config: RunConfig, world: int, local: int) -> Planned:
         **_settings(config),
         constraints=_constraints(config),
         batches=batch_schedule(config).sizes(),
+        all_chips=True,
     )
     if made.best is None:
         nearest = made.shown
@@ -263,7 +268,7 @@ def _words(config: RunConfig, made: Plan) -> Iterator[str]:
     if others:
         yield f"next comes {others[0].strategy}: {loss(best, others[0])}"
     else:
-        yield "nothing else was found that fits these ranks"
+        yield "no other family of strategies fits these ranks"
 
 
 def _nearest(config: RunConfig, ranks: int, local: int) -> Planned:

@@ -141,14 +141,15 @@ class OwnLoop:
         """Train one step; gives the loss of the whole batch and the norm of its gradient."""
         whole = self.source.inputs(1000 * self.seed + number, self.samples)
         strategy, mesh = self.parallel.strategy, self.parallel.mesh
-        share = self.samples // self.micro_steps // strategy.dp
-        starts = [(index * strategy.dp + self.parallel.data_rank) * share for index in range(self.micro_steps)]
-        mine = [self._rows(whole, slice(first, first + share)) for first in starts]
+        together = self.samples // self.micro_steps
+        own = strategy.own_samples(self.parallel.data_rank, together)
+        starts = [index * together for index in range(self.micro_steps)]
+        mine = [self._rows(whole, slice(first + own.start, first + own.stop)) for first in starts]
         total = torch.zeros((), dtype=torch.float64)
         if self.parallel.pipeline is None:
             for index, inputs in enumerate(mine):
                 with self.parallel.micro_step(last=index == self.micro_steps - 1):
-                    loss = self.source.loss(self.parallel, inputs) / self.micro_steps
+                    loss = self.source.loss(self.parallel, inputs) * (self.parallel.weight / self.micro_steps)
                     loss.backward()
                 total += loss.detach().double()
         else:
@@ -166,7 +167,8 @@ class OwnLoop:
         ids = [next(iter(inputs.values() if isinstance(inputs, dict) else inputs)) for inputs in mine]
 
         def loss(logits: Tensor, index: int) -> Tensor:
-            found = cross_entropy(logits, self.parallel.own_tokens(ids[index][:, 1:])) / len(ids)
+            found = cross_entropy(logits, self.parallel.own_tokens(ids[index][:, 1:]))
+            found = found * (self.parallel.weight / len(ids))
             total.add_(found.detach().double())
             return found
 

@@ -37,7 +37,8 @@ class Case:
     ranks: int
     precision: str = "float64"
     micro_steps: int = 2
-    steps: int = 5
+    steps: int = 3
+    """The third is the first that depends on all that an optimizer remembers: of gradients, and of what it updated."""
     batch: int = 8
     tokens: int = 16
     seed: int = 1
@@ -57,9 +58,9 @@ class Trace:
 def step_of(world: World, case: Case) -> TrainingStep:
     """The training step of a case on this rank."""
     strategy = Strategy.parse(case.strategy, world.size)
-    if case.batch % (case.micro_steps * strategy.dp):
+    if case.batch % (case.micro_steps * strategy.all_shares):
         raise ValueError(
-            f"a batch of {case.batch} is not divisible by {case.micro_steps} micro-steps x dp={strategy.dp}"
+            f"a batch of {case.batch} is not divisible by {case.micro_steps} micro-steps x {strategy.all_shares} shares"
         )
     strategy.check(case.spec, world.size, case.tokens)
     return TrainingStep(_config(case), case.spec, strategy, world, end_token=END_TOKEN)
@@ -70,7 +71,7 @@ def run_case(world: World, case: Case) -> Trace:
     step = step_of(world, case)
     trace = Trace([], [], {})
     for number in range(case.steps):
-        metrics = step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        metrics = step(number, batch_of(case, number, step.data_rank, step.strategy))
         trace.losses.append(metrics.get("loss", float("nan")))
         trace.norms.append(metrics.get("grad_norm", float("nan")))
     weights = {name: whole(parameter.detach()) for name, parameter in step.model.named_parameters()}
@@ -95,7 +96,7 @@ def _config(case: Case) -> RunConfig:
     )
 
 
-def batch_of(case: Case, number: int, data_rank: int, dp: int) -> dict[str, Tensor]:
+def batch_of(case: Case, number: int, data_rank: int, strategy: Strategy) -> dict[str, Tensor]:
     """This rank's share of a step's samples, which do not depend on the number of ranks."""
     draw = np.random.default_rng((case.seed, number))
     shape = (case.micro_steps, case.batch // case.micro_steps, case.tokens + 1)
@@ -103,8 +104,7 @@ def batch_of(case: Case, number: int, data_rank: int, dp: int) -> dict[str, Tens
     tokens[:, :, -3:] = np.where(draw.random(tokens[:, :, -3:].shape) < 0.3, -100, tokens[:, :, -3:])
     tokens[:, :, :-1] = np.where(tokens[:, :, :-1] < 0, 0, tokens[:, :, :-1])
     samples = np.arange(case.batch).reshape(case.micro_steps, -1) + number * case.batch
-    share = case.batch // case.micro_steps // dp
-    mine = slice(data_rank * share, (data_rank + 1) * share)
+    mine = strategy.own_samples(data_rank, case.batch // case.micro_steps)
     return {"tokens": torch.from_numpy(tokens[:, mine].copy()), "samples": torch.from_numpy(samples[:, mine].copy())}
 
 

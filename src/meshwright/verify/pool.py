@@ -161,6 +161,8 @@ def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool) -> No
     torch.set_num_threads(1)
     if checked:
         check_collectives()
+    # What was imported before the fork is never collected: looking through it took more time than most work does.
+    gc.freeze()
     while True:
         while not pipe.poll(1.0):
             if os.getppid() != parent:

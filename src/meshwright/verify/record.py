@@ -51,6 +51,8 @@ class Place(NamedTuple):
     cp_method: str = "ring"
     tp_rank: int = 0
     tp: int = 1
+    shares: tuple[int, ...] = (1,)
+    """Of each data rank in the samples."""
 
 
 @dataclass
@@ -185,4 +187,13 @@ def place_of(parallel: Parallel) -> Place:
     if mesh is None:
         return Place()
     cp_rank, tp_rank = mesh["cp"].get_local_rank(), mesh["tp"].get_local_rank()
-    return Place(parallel.data_rank, strategy.dp, cp_rank, strategy.cp, strategy.cp_method, tp_rank, strategy.tp)
+    return Place(
+        parallel.data_rank,
+        strategy.dp,
+        cp_rank,
+        strategy.cp,
+        strategy.cp_method,
+        tp_rank,
+        strategy.tp,
+        strategy.data_shares,
+    )

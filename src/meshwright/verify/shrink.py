@@ -60,8 +60,8 @@ def asked_strategy(text: str) -> tuple[Strategy, tuple[str, ...]]:
 def shrink(strategy: Strategy, spec: ModelSpec | None) -> Small:
     """What to run here for a strategy that the full shape can take; a module that is no decoder has no shape."""
     notes = []
-    fewer = _fewer_ranks(strategy)
-    for key in ("dp", "ep", "pp", "cp", "tp"):
+    fewer = _small_shares(_fewer_ranks(strategy))
+    for key in ("dp", "ep", "pp", "cp", "tp", "shares"):
         before, after = getattr(strategy, key), getattr(fewer, key)
         if before != after:
             notes.append(f"{key}={before} is proved as {key}={after}")
@@ -89,8 +89,9 @@ def micro_steps_of(strategy: Strategy) -> int:
 
 
 def samples_of(strategy: Strategy) -> int:
-    """Samples of a step: a few in every micro-step, the same number for every data-parallel rank."""
-    return micro_steps_of(strategy) * strategy.dp * max(1, 4 // strategy.dp)
+    """Samples of a step: a few in every micro-step, the same number for every share."""
+    shares = strategy.all_shares
+    return micro_steps_of(strategy) * shares * max(1, 4 // shares)
 
 
 def _fewer_ranks(strategy: Strategy) -> Strategy:
@@ -107,11 +108,19 @@ def _fewer_ranks(strategy: Strategy) -> Strategy:
     return strategy
 
 
+def _small_shares(strategy: Strategy) -> Strategy:
+    """Shares of one and two: the smallest stay the smallest."""
+    parts = strategy.data_shares
+    if max(parts) <= 3:
+        return strategy
+    return replace(strategy, shares="+".join("1" if part == min(parts) else "2" for part in parts))
+
+
 def _fewer_copies(strategy: Strategy) -> Strategy:
     """Two copies and two shards where there were more."""
     if strategy.ep > 1:
         return _dealt_out(strategy, strategy.ep)
-    return replace(strategy, replicate=min(2, strategy.replicate), shard=min(2, strategy.shard))
+    return _copies(strategy, replicate=min(2, strategy.replicate), shard=min(2, strategy.shard))
 
 
 def _fewer_experts(strategy: Strategy) -> Strategy:
@@ -138,7 +147,18 @@ def _dealt_out(strategy: Strategy, ep: int) -> Strategy:
     if not options:
         return strategy
     replicate, shard = min(options, key=lambda option: option[0] * option[1])
-    return replace(strategy, replicate=replicate, shard=shard, ep=ep)
+    return _copies(strategy, replicate=replicate, shard=shard, ep=ep)
+
+
+def _copies(strategy: Strategy, replicate: int, shard: int, ep: int = 1) -> Strategy:
+    """With other numbers of data ranks; where their shares differ, those of the first and the others do."""
+    fewer = replicate * shard
+    shares = strategy.shares if strategy.shares == "even" or fewer == strategy.dp else _first_more(fewer)
+    return replace(strategy, replicate=replicate, shard=shard, ep=ep, shares=shares)
+
+
+def _first_more(count: int) -> str:
+    return "+".join(["2", *["1"] * (count - 1)]) if count > 1 else "even"
 
 
 def _fewer_stages(strategy: Strategy) -> Strategy:
@@ -150,8 +170,7 @@ def _fewer_stages(strategy: Strategy) -> Strategy:
 
 
 def _uneven(pp: int, strategy: Strategy) -> str:
-    stages = pp * stages_per_rank(strategy.schedule)
-    return "+".join(["2", *["1"] * (stages - 1)])
+    return _first_more(pp * stages_per_rank(strategy.schedule))
 
 
 def _fewer_tokens(strategy: Strategy) -> Strategy:

@@ -131,7 +131,7 @@ class _DecoderLoop:
         self.optimizer = self.step.optimizer
 
     def __call__(self, number: int) -> tuple[float, float]:
-        batch = batch_of(self.case, number, self.step.data_rank, self.step.strategy.dp)
+        batch = batch_of(self.case, number, self.step.data_rank, self.step.strategy)
         metrics = self.step(number, batch)
         return metrics.get("loss", float("nan")), metrics.get("grad_norm", float("nan"))
 

@@ -1,0 +1,163 @@
+"""Files that somebody has crafted lead nowhere: no code runs, no memory is taken, nothing outside is touched."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.checked import find_damage
+from meshwright.checkpoint.format import MANIFEST, DamageError, read_manifest
+from meshwright.checkpoint.load_model import load_model
+from meshwright.checkpoint.place import LocalPlace
+from meshwright.checkpoint.safetensors_file import make_header
+from meshwright.checkpoint.training_state import parts_of
+from meshwright.errors import CheckpointError
+from meshwright.models.initialize import build
+from meshwright.models.presets import preset
+from tests.unit.checkpoints import Tensors, facts, loaded, rewritten, saved, saver_of
+
+
+def test_crafted_manifests_lead_nowhere(tmp_path: Path, tensors: Tensors) -> None:
+    outside = tmp_path / "outside.safetensors"
+    for number, path in enumerate(("../outside.safetensors", str(outside), "..", "a/b.safetensors", "x.bin")):
+        folder = saved(tmp_path / "c", number + 1, tensors)
+        shutil.copy(folder / "model-00000.safetensors", outside)
+
+        def change(content: dict[str, Any], path: str = path) -> None:
+            content["tensors"]["model.x"]["pieces"][0]["file"] = path
+
+        rewritten(folder, change)
+        with pytest.raises(DamageError, match="outside of the checkpoint"):
+            loaded(folder, tensors)
+
+
+class Payload:
+    """What a pickle may do to whoever reads it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.mark.parametrize("file", ["model-00000.safetensors", MANIFEST])
+def test_pickles_are_not_run(tmp_path: Path, tensors: Tensors, file: str) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    (folder / file).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    with pytest.raises(DamageError, match=file):
+        loaded(folder, tensors)
+    assert find_damage(LocalPlace(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_link_to_a_checkpoint_elsewhere_is_not_one_of_the_run(tmp_path: Path, tensors: Tensors) -> None:
+    folder = saved(tmp_path / "elsewhere", 1, tensors)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/step-000001").symlink_to(folder)
+    with pytest.raises(CheckpointError, match="is a link"):
+        LocalPlace(tmp_path / "here").child("step-000001")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_links_pipes_and_folders_are_no_files(tmp_path: Path, tensors: Tensors, kind: str) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    path = folder / "model-00000.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    if kind == "link":
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    with pytest.raises(DamageError, match=r"is a link|not a plain file|cannot be read"):
+        loaded(folder, tensors)
+
+
+def test_sizes_are_seen_to_be_there_before_memory_is_taken(tmp_path: Path, tensors: Tensors) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    path = folder / "model-00000.safetensors"
+    data = path.read_bytes()
+    # A header of eight exabytes.
+    path.write_bytes(b"\xff" * 7 + b"\x7f" + data[8:])
+    with pytest.raises(DamageError, match="header cannot be"):
+        loaded(folder, tensors)
+
+    def enlarge(content: dict[str, Any]) -> None:
+        content["tensors"]["model.x"]["shape"] = [10**9, 10**9]
+        content["tensors"]["model.x"]["pieces"][0]["shape"] = [10**9, 10**9]
+
+    path.write_bytes(data)
+    rewritten(folder, enlarge)
+    found = find_damage(LocalPlace(folder))
+    assert [damage.tensor for damage in found] == ["model.x"]
+
+    def grow(content: dict[str, Any]) -> None:
+        content["model"]["hidden_size"] = 2**40
+
+    rewritten(folder, grow)
+    with pytest.raises(CheckpointError):
+        load_model(folder)
+
+
+def test_crafted_files_take_no_memory_and_end_in_words(tmp_path: Path, tensors: Tensors) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    path = folder / "model-00000.safetensors"
+    header = b"[" * 200_000
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    assert "header cannot be read" in find_damage(LocalPlace(folder))[0].what
+
+    # A tensor of a tebibyte, in a file that says to be as long and holds nothing.
+    folder = saved(tmp_path, 2, {"model.x": torch.zeros(4)})
+    path = folder / "model-00000.safetensors"
+    raw, made = make_header({"model.x": ("float32", (2**38,))})
+    path.write_bytes(raw)
+    os.truncate(path, made.file_bytes)
+
+    def grow(content: dict[str, Any]) -> None:
+        entry = content["tensors"]["model.x"]
+        entry["shape"] = entry["pieces"][0]["shape"] = [2**38]
+        content["files"]["model-00000.safetensors"] = {"nbytes": made.file_bytes, "header": made.digest}
+
+    rewritten(folder, grow)
+    read = LocalPlace.read
+    amounts: list[int] = []
+
+    def few(place: LocalPlace, name: str, start: int, buffer: memoryview) -> int:
+        amounts.append(len(buffer))
+        return read(place, name, start, buffer) if start < 2**28 else 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalPlace, "read", few)
+        assert "cut short" in find_damage(LocalPlace(folder))[0].what
+    assert max(amounts) <= 2**24
+
+
+def test_model_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    saver_of(tmp_path).save(facts(1), parts_of(build(preset("tiny"))), background=False)
+
+    def grow(content: dict[str, Any]) -> None:
+        content["model"]["num_hidden_layers"] = 10**9
+
+    rewritten(tmp_path / "step-000001", grow)
+    with pytest.raises(CheckpointError, match="1,000,000,000 layers"):
+        load_model(tmp_path / "step-000001")
+
+
+def test_pieces_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.checkpoint.pieces.LARGEST_PIECE", 64)
+    folder = saved(tmp_path, 1, {"model.x": torch.randn(8, 8)})
+
+    def shift(content: dict[str, Any]) -> None:
+        content["tensors"]["model.x"]["pieces"][1]["offset"] = [1, 0]
+
+    rewritten(folder, shift)
+    with pytest.raises(DamageError, match="do not make it up"):
+        read_manifest(folder)
