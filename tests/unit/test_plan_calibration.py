@@ -202,7 +202,7 @@ def test_this_machine_is_measured() -> None:
         seconds=0.002,
     )
     said: list[str] = []
-    found, path = calibrate("cpu", said.append, crowds=(1, 2), on_cpu=quick, budget_s=0.0)
+    found, path = calibrate("cpu", said.append, crowds=(1, 2), on_cpu=quick)
     assert read_calibration("cpu") == (found, "")
     assert path.exists()
     assert said

@@ -32,10 +32,8 @@ from meshwright.planning.measure import ON_CPU, ON_GPU, Sizes
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool
 
-LAYERS, TOKENS, STEPS = 8, 16, 3
+LAYERS, TOKENS, STEPS = 4, 16, 4
 MORE_MICRO_STEPS = 4
-TURNS, BUDGET_S = 3, 100.0
-"""How often everything is measured, as far as seconds last."""
 SPEEDS = ("products", "attention", "attention_backward", "memory")
 TINY = ModelSpec(
     vocab_size=64,
@@ -60,12 +58,11 @@ def calibrate(
     say: Say = lambda line: None,
     crowds: Sequence[int] = CROWDS,
     on_cpu: Sizes = ON_CPU,
-    budget_s: float = BUDGET_S,
 ) -> tuple[Calibration, Path]:
     """Measure this machine's GPUs, or its cores where it has none; store it, and say where."""
     started = time.perf_counter()
     use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu, budget_s))
+    chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     found = Calibration(socket.gethostname(), chip, torch.__version__, when, speeds)
     say(f"took {time.perf_counter() - started:.0f} s")
@@ -106,32 +103,31 @@ def lines_of(found: Calibration) -> list[str]:
     return lines
 
 
-def _cores(say: Say, crowds: Sequence[int], on_cpu: Sizes, budget_s: float) -> dict[int, Speeds]:
-    """All crowds in turn, and again while there is time: what else a machine does comes and goes."""
+def _cores(say: Say, crowds: Sequence[int], on_cpu: Sizes) -> dict[int, Speeds]:
+    """All crowds. What ranks compute is measured again before each: what else a machine does comes and goes."""
     cores = cores_here()
-    raw: dict[int, Any] = {}
-    started = time.perf_counter()
+    # More ranks than cores take turns, in equal shares: what they compute follows.
+    computing = [ranks for ranks in crowds if ranks <= cores or ranks == min(crowds)]
+    computed: dict[int, Any] = {}
+    exchanged: dict[int, Any] = {}
     with RankPool(max(crowds)) as pool:
-        for turn in range(TURNS):
-            for ranks in crowds:
-                say(f"{ranks} {'rank' if ranks == 1 else 'ranks at once'}: what they compute, move and exchange")
+        for turn in crowds:
+            say(f"{turn} {'rank' if turn == 1 else 'ranks at once'}: what they compute, move and exchange")
+            for ranks in computing:
                 sizes = on_cpu if ranks == 1 else replace(on_cpu, dtypes=("float32",))
-                # More ranks than cores take turns, in equal shares: what they compute follows.
-                computes = ranks <= cores or ranks == min(crowds)
-                once = _measure(partial(_on_pool, pool, ranks), ranks, sizes, computes)
-                raw[ranks] = _better(raw[ranks], once) if ranks in raw else once
-            if (time.perf_counter() - started) * (turn + 2) / (turn + 1) > budget_s:
-                break
+                once = _typical(pool.run(measure.computing, ranks, sizes))
+                computed[ranks] = _better(computed[ranks], once) if ranks in computed else once
+            exchanged[turn] = _exchanges(partial(_on_pool, pool, turn), turn, on_cpu)
     found: dict[int, Speeds] = {}
     for ranks in crowds:
-        if raw[ranks]["computing"] is None:
-            most = max(found)
-            computed = found[most].scaled(ranks / max(most, cores))
-        else:
+        if ranks in computed:
             sizes = on_cpu if ranks == 1 else replace(on_cpu, dtypes=("float32",))
-            computed = _computed(raw[ranks]["computing"], sizes)
-            computed = _with_all_dtypes(computed, found[1]) if 1 in found else computed
-        found[ranks] = _with_exchanges(computed, ranks, raw[ranks])
+            speeds = _computed(computed[ranks], sizes)
+            speeds = _with_all_dtypes(speeds, found[1]) if 1 in found else speeds
+        else:
+            most = max(found)
+            speeds = found[most].scaled(ranks / max(most, cores))
+        found[ranks] = _with_exchanges(speeds, ranks, exchanged[ranks])
     return found
 
 
@@ -193,27 +189,24 @@ def _write_result(folder: str, work: Callable[..., Any], inputs: tuple[Any, ...]
 
 def _crowd(run: Run, ranks: int, sizes: Sizes) -> Speeds:
     """What each of that many GPUs reaches."""
-    raw = _measure(run, ranks, sizes, True)
-    speeds = _with_exchanges(_computed(raw["computing"], sizes), ranks, raw)
+    computed = _computed(_typical(run(measure.computing, sizes)), sizes)
+    speeds = _with_exchanges(computed, ranks, _exchanges(run, ranks, sizes))
     # A GPU waits for its host or does not: what a micro-step costs more than its layers is put to them.
     factor = 1 + speeds.micro_s / (LAYERS * sum(speeds.layer_s))
     layer_s, experts_s = (tuple(one * factor for one in held) for held in (speeds.layer_s, speeds.experts_s))
     return replace(speeds, layer_s=layer_s, experts_s=experts_s, micro_s=0.0)
 
 
-def _measure(run: Run, ranks: int, sizes: Sizes, computes: bool) -> dict[str, Any]:
-    """Everything once, as it was found."""
+def _exchanges(run: Run, ranks: int, sizes: Sizes) -> dict[str, Any]:
+    """Seconds of collectives and of steps, as they were found."""
     collectives: dict[str, dict[str, Any]] = {}
     for group in _groups(ranks):
         for kind, rows in _typical(run(measure.talking, sizes, group)).items():
             collectives.setdefault(kind, {})[str(group)] = rows
     precision = "float32" if sizes.on_cpu else "bf16"
     cases = _cases(ranks, sizes.on_cpu)
-    return {
-        "computing": _typical(run(measure.computing, sizes)) if computes else None,
-        "collectives": collectives,
-        "steps": {name: max(run(timed, _case(name, text, ranks, precision))) for name, text in cases.items()},
-    }
+    steps = {name: max(run(timed, _case(name, text, ranks, precision))) for name, text in cases.items()}
+    return {"collectives": collectives, "steps": steps}
 
 
 def _groups(ranks: int) -> list[int]:
@@ -227,7 +220,7 @@ def _better(one: Any, other: Any, fast: bool = False) -> Any:
     if isinstance(one, list | tuple):
         # What a row is about is the same in both.
         return tuple(_better(mine, theirs, fast) for mine, theirs in zip(one, other, strict=True))
-    return None if one is None else max(one, other) if fast else min(one, other)
+    return max(one, other) if fast else min(one, other)
 
 
 def _computed(found: dict[str, Any], sizes: Sizes) -> Speeds:
