@@ -267,7 +267,7 @@ def precisions_of(text: str, cluster: Cluster) -> list[str]:
         if one not in PRECISIONS:
             raise UserError(f"--precision={text}: the trainer computes in {', '.join(PRECISIONS)}; or write auto")
         if one not in known:
-            raise UserError(f"--precision={text}: {chip.name} lacks {one}; use {' or '.join(known)}")
+            raise UserError(f"--precision={text}: {chip.name} lacks it; use {' or '.join(known)}")
     return text.split(",")
 
 
