@@ -60,9 +60,9 @@ def really(world: World, case: Case) -> Sums:
     """What a rank does in a step, by kind and axis."""
     step = step_of(world, case)
     for number in range(3):
-        step(number, batch_of(case, number, step.data_rank, step.strategy.dp))
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
     with Seen() as seen:
-        step(3, batch_of(case, 3, step.data_rank, step.strategy.dp))
+        step(3, batch_of(case, 3, step.data_rank, step.strategy))
     names = axes_of(step.mesh)
     return {
         (kind, names.get(ranks, ranks)): (calls, seen.bytes[kind, ranks]) for (kind, ranks), calls in seen.calls.items()

@@ -360,7 +360,7 @@ def precisions_of(text: str, cluster: Cluster) -> list[str]:
             raise UserError(f"--precision={text}: the trainer computes in {', '.join(PRECISIONS)}; or write auto")
         for group in cluster.kinds:
             if one not in group.chip.tflops:
-                raise UserError(f"--precision={text}: {group.chip.name} lacks {one}; use {' or '.join(known)}")
+                raise UserError(f"--precision={text}: {group.chip.name} lacks it; use {' or '.join(known)}")
     return text.split(",")
 
 
