@@ -1,10 +1,11 @@
-# Two commands matter: `make demo` and `make test`. Everything lands in .venv; nothing else on the machine is touched.
+# Two commands matter: `make demo` and `make test`. Everything lands in .venv. Nothing else on the machine is touched, but
+# for iproute2, with which tests make networks: as root on Debian it is installed where it is missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help setup demo test test-fast chaos fuzz lint format clean
+.PHONY: help setup system demo test test-fast chaos fuzz lint format clean
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
@@ -32,16 +33,21 @@ $(VENV)/.dev: $(VENV)/.setup
 
 setup: $(VENV)/.setup
 
+system:
+	@{ command -v ip && command -v ss && command -v tc; } >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq iproute2; \
+	else echo "iproute2 is missing: tests of several machines are skipped"; fi
+
 demo: $(VENV)/.setup
 	$(BIN)/meshwright train --preset demo --nproc 2 --fresh
 
-test: $(VENV)/.dev
+test: $(VENV)/.dev system
 	$(BIN)/pytest
 
 test-fast: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow and not slow_chaos"
 
-chaos: $(VENV)/.dev
+chaos: $(VENV)/.dev system
 	$(BIN)/pytest tests/chaos -m "slow_chaos or not slow_chaos" -s
 	$(BIN)/python -m tests.chaos.killer --kills 200
 
