@@ -66,3 +66,14 @@ def test_ranks_of_a_launcher_take_the_first_one_s_answer(tiny_run: list[str], tm
     plan = plan_of(tmp_path / "runs/a")
     assert plan["question"]["ranks"] == 2
     assert done.stdout.count(f"plan   auto: {plan['strategy']}") == 1
+
+
+def test_a_home_that_cannot_be_written_ends_no_training(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    home = tmp_path / "cache"
+    home.write_text("a file where a folder should be")
+    settings = [*tiny_run, "run.dir=runs/a", "train.steps=26", "train.eval_sequences=0"]
+    result = meshwright("train", *settings, XDG_CACHE_HOME=str(home))
+    assert result.returncode == 0, result.stderr
+    assert "not kept for later plans" in result.stderr

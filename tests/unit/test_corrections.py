@@ -113,3 +113,10 @@ def test_more_chips_are_another_setting() -> None:
     machines = parse_cluster("16xh100")
     made = plan("llama3.1-8b", replace(machines), global_batch=64, strategy="dp=16 zero=3", compare=False)
     assert made.candidates[0].origin == "calibrated"
+
+
+def test_a_strategy_that_cannot_be_read_is_passed_over() -> None:
+    learn("dp=8 zero=3", 1.2)
+    path = corrections_file()
+    path.write_text(path.read_text().replace('"dp=8 zero=3"', '"banana=8"'))
+    assert planned().best is not None

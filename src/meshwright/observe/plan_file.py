@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import statistics
+import sys
 from typing import Any
 
 import torch
@@ -79,7 +80,10 @@ class PlanFile(Hook):
         if self.expected is not None and self.plain is not None:
             off = {"step_time": step_s / self.expected.step_s - 1, "peak": peak / self.expected.memory.peak - 1}
             self.facts["measured"]["beyond_expected"] = off
-            observe(self.plain, step_s, peak)
+            try:
+                observe(self.plain, step_s, peak)
+            except OSError as error:
+                _tell(f"what this run has shown is not kept for later plans: {error}")
             times = f"a step took {step_s:.3g} s, expected {self.expected.step_s:.3g} ({off['step_time']:+.0%})"
             sizes = f"{peak / GIB:.2f} GiB, expected {self.expected.memory.peak / GIB:.2f} ({off['peak']:+.0%})"
             print(f"plan   {times}; at the peak {sizes}", flush=True)
@@ -87,7 +91,15 @@ class PlanFile(Hook):
 
     def _write(self, trainer: TrainingLoop) -> None:
         trainer.job.folder.check_generation()
-        write_atomically(trainer.job.folder.plan, json.dumps(self.facts, indent=1) + "\n")
+        try:
+            write_atomically(trainer.job.folder.plan, json.dumps(self.facts, indent=1) + "\n")
+        except OSError as error:
+            _tell(f"{trainer.job.folder.plan} cannot be written: {error.strerror}")
+
+
+def _tell(text: str) -> None:
+    """A plan is no reason to end a training."""
+    print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
 
 def peak_memory(device: torch.device) -> float:

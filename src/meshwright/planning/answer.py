@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
-from meshwright.errors import UserError
+from meshwright.errors import ConfigError, UserError
 from meshwright.models.hf_config import read_json, read_spec, spec_from_config
 from meshwright.models.presets import preset, presets
 from meshwright.models.spec import ModelSpec
@@ -312,7 +312,10 @@ def _known(question: Question) -> list[Candidate]:
     found = []
     for one in question.learned.observations:
         if one.subject == subject:
-            strategy = Strategy.parse(one.strategy, question.cluster.gpus)
+            try:
+                strategy = Strategy.parse(one.strategy, question.cluster.gpus)
+            except ConfigError:
+                continue  # Of a release that wrote strategies otherwise.
             if allowed(question, Layout.of(strategy)) and question.allows(micro_batch=one.micro_batch):
                 found.append(estimate(question, strategy, one.micro_batch))
     return found

@@ -74,7 +74,11 @@ class Retune(Hook):
         held["tried"] = [[*key, step_s] for key, step_s in tried.items()]
         held |= {"strategy": str(switch.strategy), "micro_batch": switch.micro_batch}
         folder.check_generation()
-        write_atomically(folder.plan, json.dumps(held, indent=1) + "\n")
+        try:
+            write_atomically(folder.plan, json.dumps(held, indent=1) + "\n")
+        except OSError as error:
+            print(f"plan   {switch}; but {folder.plan} cannot be written: {error.strerror}", flush=True)
+            return None
         folder.event(
             "retuned",
             step=trainer.step,
