@@ -97,6 +97,25 @@ def check_names(manifest: Manifest) -> None:
                 raise CheckpointError(f"the checkpoint's optimizer state is incomplete: {lacking} of {name}")
 
 
+def check_optimizer(manifest: Manifest, of_matrices: frozenset[str], of_vectors: frozenset[str]) -> None:
+    """Raise unless a checkpoint has these kinds of state for every matrix and vector of its model, and no others."""
+    kept = of_matrices | of_vectors
+    for name in manifest.tensors:
+        kind, _ = _kind_of(name)
+        if kind and kind not in kept:
+            raise CheckpointError(
+                f"the checkpoint has {name}, which this run's train.optimizer does not keep; give the one that it was "
+                "saved with"
+            )
+    for name, shape in shapes_of(manifest.model).items():
+        for kind in sorted(of_matrices if len(shape) > 1 else of_vectors):
+            if f"optimizer.{kind}.{name}" not in manifest.tensors:
+                raise CheckpointError(
+                    f"the checkpoint of step {manifest.step} lacks {kind} of {name}, without which this run's "
+                    "train.optimizer cannot go on; give the one that it was saved with, or another checkpoint"
+                )
+
+
 def _compare(what: str, wanted: Iterable[str], found: Iterable[str]) -> None:
     wanted, found = set(wanted), set(found)
     buffers = {name for name in found - wanted if name.endswith("expert_bias")}

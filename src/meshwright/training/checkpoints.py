@@ -21,6 +21,7 @@ from meshwright.config import CheckpointSection
 from meshwright.errors import CheckpointError
 from meshwright.training.held_state import NonFiniteState, assert_finite
 from meshwright.training.hooks import Hook, Metrics
+from meshwright.training.run_folder import last_recorded_step, read_events
 
 if TYPE_CHECKING:
     from meshwright.training.loop import TrainingLoop
@@ -228,6 +229,8 @@ def load_newest(trainer: TrainingLoop, before: int | None = None) -> Manifest | 
         if len(complaints) > trainer.config.checkpoint.fallback:
             break
     if not complaints:
+        if before is None:
+            _check_new(trainer)
         return None
     listed = "".join(f"\n    {complaint}" for complaint in complaints)
     left = len(steps) - len(complaints)
@@ -235,6 +238,29 @@ def load_newest(trainer: TrainingLoop, before: int | None = None) -> Manifest | 
     raise DamageError(
         f"no checkpoint of {place} that may be used is whole:{listed}\n  The run does not start from nothing by itself."
         f"{hint} Restore a checkpoint from a copy, or start anew with --fresh or another run.dir."
+    )
+
+
+def _check_new(trainer: TrainingLoop) -> None:
+    """Raise if this run has saved before, and tell if it has trained: what starts from nothing must be new."""
+    complaint = _all_hear(trainer, _saved_before(trainer) if trainer.world.is_first else None)
+    if complaint is not None:
+        raise DamageError(complaint)
+    done = last_recorded_step(trainer.job.folder)
+    if done and trainer.world.is_first:
+        text = f"no checkpoint was saved yet: the {done} steps that were done start again from the first"
+        _tell(trainer, "checkpoint_none", text, 0)
+
+
+def _saved_before(trainer: TrainingLoop) -> str | None:
+    """What is wrong if checkpoints of this run were saved and none is there."""
+    saved = [event for event in read_events(trainer.job.folder) if event.get("event") == "checkpoint"]
+    if not saved:
+        return None
+    return (
+        f"this run has saved step {saved[-1].get('step')}, and {trainer.checkpoints} holds no checkpoint that may be "
+        "used.\n  The run does not start from nothing by itself. Set checkpoint.dir to where it was saved, restore a "
+        "checkpoint from a copy, or start anew with --fresh or another run.dir."
     )
 
 

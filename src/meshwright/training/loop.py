@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.checkpoint.format import DamageError, Manifest
 from meshwright.checkpoint.place import Place, open_place, own_place
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.training_state import restore
+from meshwright.checkpoint.training_state import check_optimizer, restore
 from meshwright.config import RunConfig
 from meshwright.data.feed import BadSample, read_samples
 from meshwright.data.prefetch import Prefetcher
@@ -26,6 +26,7 @@ from meshwright.parallel.world import World, pick_device
 from meshwright.training.checkpoints import load_newest
 from meshwright.training.hooks import Hook
 from meshwright.training.job import make_job
+from meshwright.training.optimizer import kept_state
 from meshwright.training.planned import Planned, agree
 from meshwright.training.rollback import GoBack, Rollbacks, roll_back
 from meshwright.training.step import TrainingStep
@@ -52,11 +53,12 @@ class TrainingLoop:
         self._lock = self.job.folder.hold(config.run.fresh) if mine else None
         checkpoints = open_place(config.checkpoint.dir or self.job.folder.checkpoints)
         if self.world.is_first:
+            # Before anything is removed there.
+            if config.checkpoint.dir is not None:
+                own_place(checkpoints, self.job.folder.run_id())
             Rollbacks(self.job.folder.rollbacks).finish(checkpoints)
         self.world.sum(torch.zeros(1))
         self.checkpoints = checkpoints
-        if config.checkpoint.dir is not None and self.world.is_first:
-            own_place(checkpoints, self.job.folder.run_id())
         self.exchange = self.world.side_channel()
         self.run_id = self.job.folder.run_id()
         self.rollbacks = Rollbacks(self.job.folder.rollbacks)
@@ -232,6 +234,10 @@ class TrainingLoop:
 
     def restore(self, reader: CheckpointReader) -> None:
         """Fill weights and moments from a checkpoint, whatever was trained since the loop was made."""
+        manifest = reader.manifest
+        has_learned = manifest.state.get("recover", {}).get("skipped", 0) < manifest.step
+        if has_learned or any(name.startswith("optimizer.") for name in manifest.tensors):
+            check_optimizer(manifest, *kept_state(self.config.train))
         self.one_step.parallel.reshard()
         self.optimizer.state.clear()
         restore(reader, self.model, self.optimizer)

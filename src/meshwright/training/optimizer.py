@@ -21,6 +21,19 @@ def make_optimizer(model: Parallel, train: TrainSection) -> torch.optim.Optimize
     return model.optimizer(_maker(train), [group for group in groups if group["params"]])
 
 
+def kept_state(train: TrainSection) -> tuple[frozenset[str], frozenset[str]]:
+    """What the optimizer keeps of every matrix and of every vector once it has updated them."""
+    match train.optimizer:
+        case "sgd":
+            found = frozenset({"momentum_buffer"} if train.beta1 else ())
+            return found, found
+        case "adafactor":
+            return frozenset({"step", "row_var", "col_var"}), frozenset({"step", "variance"})
+        case _:
+            found = frozenset({"step", "exp_avg", "exp_avg_sq"})
+            return found, found
+
+
 def _maker(train: TrainSection) -> Callable[..., torch.optim.Optimizer]:
     # CPU and CUDA, the devices that run, both have the fused kernels.
     match train.optimizer:

@@ -140,6 +140,27 @@ class RunFolder:
             write_atomically(self.metrics, whole)
 
 
+def read_events(folder: RunFolder) -> list[dict[str, Any]]:
+    """The whole lines of events.jsonl."""
+    found = []
+    with suppress(OSError):
+        for line in folder.events.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError):
+                event = json.loads(line)
+                if isinstance(event, dict):
+                    found.append(event)
+    return found
+
+
+def last_recorded_step(folder: RunFolder) -> int:
+    """The last step that metrics.jsonl tells of; 0 where it tells of none."""
+    try:
+        lines = folder.metrics.read_text().splitlines()
+    except OSError:
+        return 0
+    return max((_step_of(line) or 0 for line in lines), default=0)
+
+
 def _step_of(line: str) -> int | None:
     try:
         return int(json.loads(line)["step"])
