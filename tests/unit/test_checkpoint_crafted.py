@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from meshwright.checkpoint.checked import find_damage
-from meshwright.checkpoint.format import MANIFEST, DamageError, read_manifest
+from meshwright.checkpoint.format import MANIFEST, DamageError, Piece, TensorEntry, _check_entry, read_manifest
 from meshwright.checkpoint.load_model import load_model
 from meshwright.checkpoint.place import LocalPlace
 from meshwright.checkpoint.safetensors_file import make_header
@@ -161,3 +163,63 @@ def test_pieces_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path, monkey
     rewritten(folder, shift)
     with pytest.raises(DamageError, match="do not make it up"):
         read_manifest(folder)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def entry_of(shape: tuple[int, ...], boxes: list[Box]) -> TensorEntry:
+    pieces = [Piece(file="a.safetensors", name="x", offset=first, shape=sides, digest="") for first, sides in boxes]
+    return TensorEntry(shape=shape, dtype="float32", pieces=tuple(pieces))
+
+
+def fits(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    try:
+        _check_entry("manifest.json", "x", entry_of(shape, boxes))
+    except DamageError:
+        return False
+    return True
+
+
+def cut(first: tuple[int, ...], sides: tuple[int, ...], times: int, choice: random.Random) -> list[Box]:
+    """A box cut at random, again and again."""
+    dim = choice.randrange(len(sides))
+    if not times or sides[dim] < 2:
+        return [(first, sides)]
+    at = choice.randrange(1, sides[dim])
+    left = (*sides[:dim], at, *sides[dim + 1 :])
+    right = (*sides[:dim], sides[dim] - at, *sides[dim + 1 :])
+    behind = (*first[:dim], first[dim] + at, *first[dim + 1 :])
+    return cut(first, left, times - 1, choice) + cut(behind, right, times - 1, choice)
+
+
+def test_only_pieces_that_make_up_the_tensor_are_taken() -> None:
+    choice = random.Random(5)
+    for _ in range(300):
+        shape = tuple(choice.randint(1, 6) for _ in range(choice.randint(1, 3)))
+        boxes = cut((0,) * len(shape), shape, 4, choice)
+        choice.shuffle(boxes)
+        assert fits(shape, boxes)
+        assert not fits(shape, boxes[1:])
+        assert not fits(shape, [*boxes, boxes[0]])
+        # One of the same size elsewhere: what it covers is held twice, what it covered by none.
+        first, sides = boxes[0]
+        moved = tuple(choice.randint(0, whole - side) for whole, side in zip(shape, sides, strict=True))
+        assert fits(shape, [(moved, sides), *boxes[1:]]) == (moved == first)
+    assert fits((), [((), ())])
+    assert not fits((), [])
+    assert not fits((), [((), ()), ((), ())])
+    assert fits((0, 3), [])
+    assert fits((0, 3), [((0, 0), (0, 3))])
+    assert not fits((-1, 0), [])
+
+
+def test_many_pieces_are_checked_in_little_time() -> None:
+    half = 20_000
+    rows: list[Box] = [((row, half), (1, half)) for row in range(half)]
+    columns: list[Box] = [((0, column), (half, 1)) for column in range(half)]
+    started = time.perf_counter()
+    assert fits((half, 2 * half), rows + columns)
+    assert time.perf_counter() - started < 20
+    deep = (2,) * 40
+    assert not fits(deep, [((0,) * 40, (1,) * 40), ((1,) * 40, (1,) * 40)])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,8 @@ from meshwright.models.spec import ModelSpec
 MANIFEST = "manifest.json"
 VERSION = 2
 LARGEST_MANIFEST = 256 * 2**20
+MOST_SPLIT = 8
+"""Along how many dimensions a tensor may be cut into pieces."""
 
 
 class DamageError(CheckpointError):
@@ -162,6 +165,8 @@ def read_manifest(folder: Place | Path) -> Manifest:
         if isinstance(error, CheckpointError):
             raise
         raise DamageError(f"{path} is damaged: it is empty, cut short or not JSON") from None
+    if version == 1 and (digest is not None or "files" in content):
+        raise DamageError(f"{path} is damaged: it says to be of version 1 and holds what later ones do")
     if version != 1 and digest != digest_of(_compact(content).encode()):
         raise DamageError(f"{path} is damaged: it is not what was written")
     if isinstance(version, int) and version > VERSION:
@@ -180,9 +185,11 @@ def read_manifest(folder: Place | Path) -> Manifest:
 
 
 def _check_entry(path: str, name: str, entry: TensorEntry) -> None:
-    """Raise unless the pieces lie inside of the tensor, are as many elements as it has, and stay in the folder."""
+    """Raise unless the pieces lie inside of the tensor, make it up, and stay in the folder."""
     if entry.dtype not in NAMES:
         raise DamageError(f"{path}: {name} has the unknown dtype {entry.dtype}")
+    if any(side < 0 for side in entry.shape):
+        raise DamageError(f"{path}: {name} has the impossible shape {list(entry.shape)}")
     for piece in entry.pieces:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", piece.file):
             raise DamageError(f"{path}: {name} is said to lie in '{piece.file}', outside of the checkpoint")
@@ -191,25 +198,27 @@ def _check_entry(path: str, name: str, entry: TensorEntry) -> None:
         ends = zip(piece.offset, piece.shape, entry.shape, strict=True)
         if any(first < 0 or length < 0 or first + length > whole for first, length, whole in ends):
             raise DamageError(f"{path}: a piece of {name} lies outside of the tensor")
-    held = sum(prod(piece.shape) for piece in entry.pieces)
-    if held != prod(entry.shape) or _overlap(entry.pieces):
+    if not _make_up(path, name, entry):
         raise DamageError(f"{path}: the pieces of {name} do not make it up")
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two pieces share an element."""
-    if len(pieces) < 2 or not pieces[0].shape:
-        return len(pieces) > 1
-    open_ones: list[Piece] = []
-    for piece in sorted(pieces, key=lambda one: one.offset):
-        # Those that reach into this one's rows.
-        open_ones = [one for one in open_ones if one.offset[0] + one.shape[0] > piece.offset[0]]
-        if any(_share(one, piece) for one in open_ones):
-            return True
-        open_ones.append(piece)
-    return False
+def _make_up(path: str, name: str, entry: TensorEntry) -> bool:
+    """Whether each element of a tensor lies in one piece and no more.
 
-
-def _share(one: Piece, other: Piece) -> bool:
-    sides = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    return all(a < b + n and b < a + m for a, m, b, n in sides)
+    A sum of boxes is known by its corners, counted with alternating signs: the pieces make up the tensor just when
+    their corners cancel out to those of the whole. So it takes one pass, however many pieces there are.
+    """
+    whole = (tuple(0 for _ in entry.shape), entry.shape)
+    boxes = [(piece.offset, piece.shape) for piece in entry.pieces]
+    split = [
+        dim for dim in range(len(entry.shape)) if any(box[0][dim] or box[1][dim] != whole[1][dim] for box in boxes)
+    ]
+    if len(split) > MOST_SPLIT:
+        raise DamageError(f"{path}: {name} is split along {len(split)} dimensions; {MOST_SPLIT} are the most")
+    counts: Counter[tuple[int, ...]] = Counter()
+    for sign, (offset, shape) in [(-1, whole), *((1, box) for box in boxes)]:
+        if 0 not in shape:
+            sides = [((offset[dim], 1), (offset[dim] + shape[dim], -1)) for dim in split]
+            for corner in product(*sides):
+                counts[tuple(at for at, _ in corner)] += sign * prod(way for _, way in corner)
+    return not any(counts.values())
