@@ -17,9 +17,11 @@ import torch
 from meshwright.checkpoint.checked import find_damage
 from meshwright.checkpoint.format import MANIFEST, DamageError, Piece, TensorEntry, _check_entry, read_manifest
 from meshwright.checkpoint.load_model import load_model
+from meshwright.checkpoint.pieces import Held
 from meshwright.checkpoint.place import LocalPlace
+from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.safetensors_file import make_header
-from meshwright.checkpoint.training_state import parts_of
+from meshwright.checkpoint.training_state import parts_of, restore
 from meshwright.errors import CheckpointError
 from meshwright.models.initialize import build
 from meshwright.models.presets import preset
@@ -151,6 +153,63 @@ def test_model_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) ->
     rewritten(tmp_path / "step-000001", grow)
     with pytest.raises(CheckpointError, match="1,000,000,000 layers"):
         load_model(tmp_path / "step-000001")
+
+
+@pytest.mark.parametrize("vocabulary", [2**40, 2**62])
+def test_a_model_that_no_file_holds_is_not_built(tmp_path: Path, vocabulary: int) -> None:
+    saver_of(tmp_path).save(facts(1), parts_of(build(preset("tiny"))), background=False)
+
+    def grow(content: dict[str, Any]) -> None:
+        content["model"]["vocab_size"] = vocabulary
+        for name in ("model.model.embed_tokens.weight", "model.lm_head.weight"):
+            entry = content["tensors"][name]
+            width = entry["shape"][1]
+            entry["shape"], first = [vocabulary, width], entry["pieces"][0]
+            entry["pieces"] = [{**first, "offset": [0, 0], "shape": [vocabulary, width]}]
+
+    rewritten(tmp_path / "step-000001", grow)
+    with pytest.raises(DamageError, match="as it was saved"):
+        load_model(tmp_path / "step-000001")
+
+
+def trained(optimizer_of: Callable[..., torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = build(preset("tiny"))
+    optimizer = optimizer_of(model.parameters())
+    model(torch.arange(20)[None]).mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_room_for_optimizer_state_is_made_only_for_what_a_file_holds(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+    saver_of(tmp_path).save(facts(1), parts_of(model, optimizer), background=False)
+    name = "optimizer.exp_avg.model.norm.weight"
+
+    def grow(content: dict[str, Any]) -> None:
+        entry = content["tensors"][name]
+        entry["shape"] = entry["pieces"][0]["shape"] = [2**50]
+
+    rewritten(tmp_path / "step-000001", grow)
+    with pytest.raises(DamageError, match="as it was saved"):
+        restore(CheckpointReader(tmp_path / "step-000001"), model, optimizer)
+
+    # And where a file does hold it, only as much as its parameter has.
+    parts = parts_of(model, optimizer)
+    parts[name] = Held.of(torch.zeros(1000))
+    saver_of(tmp_path).save(facts(2), parts, background=False)
+    with pytest.raises(CheckpointError, match=r"exp_avg is \[1000\] and its parameter \["):
+        restore(CheckpointReader(tmp_path / "step-000002"), model, optimizer)
+
+
+def test_factored_optimizer_state_comes_back(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.Adafactor)
+    saver_of(tmp_path).save(facts(1), parts_of(model, optimizer), background=False)
+    other = build(preset("tiny"), seed=3)
+    its_optimizer = torch.optim.Adafactor(other.parameters())
+    restore(CheckpointReader(tmp_path / "step-000001"), other, its_optimizer)
+    before, after = parts_of(model, optimizer), parts_of(other, its_optimizer)
+    assert before.keys() == after.keys()
+    assert all(after[name].local.equal(held.local) for name, held in before.items())
 
 
 def test_pieces_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
