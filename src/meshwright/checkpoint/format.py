@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from meshwright.checkpoint.place import Place, open_place
 from meshwright.checkpoint.safetensors_file import NAMES, dtype_bytes
-from meshwright.errors import CheckpointError, ExitCode
+from meshwright.errors import CheckpointError, ExitCode, UserError
 from meshwright.models.spec import ModelSpec
 
 MANIFEST = "manifest.json"
@@ -162,7 +162,7 @@ def read_manifest(folder: Place | Path) -> Manifest:
     except FileNotFoundError:
         raise DamageError(f"{place} is not a checkpoint: it has no {MANIFEST}") from None
     except (ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, UserError):
             raise
         raise DamageError(f"{path} is damaged: it is empty, cut short or not JSON") from None
     if version == 1 and (digest is not None or "files" in content):
