@@ -148,3 +148,37 @@ def test_prune_removes_nothing_while_all_that_would_stay_is_damaged(meshwright: 
     done = meshwright("checkpoint", "prune", run, "--keep", 1)
     assert (done.returncode, done.stdout, steps(run)) == (1, "removed: none\n", [2, 4, 6])
     assert all(str(path) in done.stderr for path in paths)
+
+
+@pytest.mark.parametrize("action", ["ls", "verify", "prune"])
+def test_a_file_is_no_folder_of_checkpoints(meshwright: CommandLine, tmp_path: Path, action: str) -> None:
+    (tmp_path / "file.txt").write_text("words")
+    result = meshwright("checkpoint", action, "file.txt")
+    assert result.returncode == 2
+    assert result.stderr == f"meshwright checkpoint {action}: file.txt is not a folder\n"
+
+
+def test_one_that_cannot_be_looked_into_does_not_hide_the_others(
+    meshwright: CommandLine, run: Path, trained: Path
+) -> None:
+    linked = run / "checkpoints/step-000004"
+    shutil.rmtree(linked)
+    linked.symlink_to(trained / "checkpoints/step-000004")
+    (run / "checkpoints/step-000005").write_text("no folder")
+    result = meshwright("checkpoint", "verify", run)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout.count("ok ") == 2
+    assert f"DAMAGED  {linked} is a link" in result.stdout
+    assert "step-000005 is not a checkpoint" in result.stdout
+    assert "2 of 4 checkpoints damaged" in result.stderr
+    rows = json.loads(meshwright("checkpoint", "ls", run, "--json").stdout)
+    assert [row["step"] for row in rows] == [2, None, 6, None]
+    assert [row["state"] for row in rows] == ["verified", "damaged", "verified", "damaged"]
+
+
+def test_verify_finds_a_checkpoint_under_the_name_of_another_step(meshwright: CommandLine, run: Path) -> None:
+    (run / "checkpoints/step-000006").rename(run / "checkpoints/step-000008")
+    result = meshwright("checkpoint", "verify", run)
+    assert result.returncode == 1, result.stderr
+    assert "manifest.json is that of step 6, in the folder of step 8" in result.stdout
+    assert result.stdout.count("ok ") == 2

@@ -282,3 +282,11 @@ def test_many_pieces_are_checked_in_little_time() -> None:
     assert time.perf_counter() - started < 20
     deep = (2,) * 40
     assert not fits(deep, [((0,) * 40, (1,) * 40), ((1,) * 40, (1,) * 40)])
+
+
+@pytest.mark.parametrize("fact", ["step", "position"])
+def test_a_count_below_nothing_is_damage(tmp_path: Path, tensors: Tensors, fact: str) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    rewritten(folder, lambda content: content.update({fact: -1}))
+    (damage,) = find_damage(LocalPlace(folder))
+    assert f"{fact}: Input should be greater than or equal to 0" in damage.what

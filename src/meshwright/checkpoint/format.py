@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.checkpoint.place import Place, open_place
 from meshwright.checkpoint.safetensors_file import NAMES, dtype_bytes
@@ -78,9 +78,9 @@ class Manifest(_Entry):
 
     format: Literal["meshwright-checkpoint"] = "meshwright-checkpoint"
     version: int = VERSION
-    step: int
+    step: int = Field(ge=0)
     """Optimizer steps done."""
-    position: int
+    position: int = Field(ge=0)
     """Samples taken so far: where the data goes on."""
     strategy: str
     ranks: int = 1
@@ -159,7 +159,7 @@ def read_manifest(folder: Place | Path) -> Manifest:
         content = json.loads(place.read_all(MANIFEST, LARGEST_MANIFEST))
         version = content.get("version")
         digest = content.pop("digest", None)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DamageError(f"{place} is not a checkpoint: it has no {MANIFEST}") from None
     except (ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, UserError):
@@ -179,6 +179,9 @@ def read_manifest(folder: Place | Path) -> Manifest:
         first = error.errors()[0]
         place_of = ".".join(map(str, first["loc"]))
         raise DamageError(f"{path} is damaged or of another version: {place_of}: {first['msg']}") from None
+    named = step_of(str(place).rstrip("/").rpartition("/")[2])
+    if named is not None and named != manifest.step:
+        raise DamageError(f"{path} is that of step {manifest.step}, in the folder of step {named}")
     for name, entry in manifest.tensors.items():
         _check_entry(path, name, entry)
     return manifest

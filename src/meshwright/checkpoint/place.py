@@ -159,6 +159,8 @@ class LocalPlace(Place):
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            raise CheckpointError(f"{self.path} is not a folder") from None
 
     def holds(self, name: str) -> bool:
         return name in self.names()

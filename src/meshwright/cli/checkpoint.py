@@ -24,12 +24,13 @@ def _describe_list(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.find import find_checkpoints
+    from meshwright.checkpoint.find import find_all
     from meshwright.checkpoint.format import read_manifest
     from meshwright.checkpoint.marks import is_marked_damaged, verified_at
 
+    found, unusable = find_all(args.where)
     rows: list[dict[str, Any]] = []
-    for folder in find_checkpoints(args.where):
+    for folder in found:
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
@@ -48,6 +49,7 @@ def _list(args: argparse.Namespace) -> int:
                 "state": state,
             }
         )
+    rows += [{"folder": None, "step": None, "state": "damaged", "error": what} for what in unusable]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -87,14 +89,17 @@ def _describe_verify(parser: argparse.ArgumentParser) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     from meshwright.checkpoint.checked import find_damage
-    from meshwright.checkpoint.find import find_checkpoints
+    from meshwright.checkpoint.find import find_all
     from meshwright.checkpoint.format import read_manifest
     from meshwright.checkpoint.marks import mark
 
-    found = find_checkpoints(args.where)
-    if not found:
+    found, unusable = find_all(args.where)
+    count = len(found) + len(unusable)
+    if not count:
         raise CheckpointError(f"{args.where} has no checkpoint yet")
-    broken = 0
+    for what in unusable:
+        print(f"DAMAGED  {what}")
+    broken = len(unusable)
     for folder in found:
         started = time.perf_counter()
         damage = find_damage(folder, threads=args.jobs)
@@ -104,14 +109,14 @@ def _verify(args: argparse.Namespace) -> int:
         broken += bool(damage)
         if not damage:
             manifest = read_manifest(folder)
-            count = f"{len(manifest.tensors)} tensors, {_size(manifest.nbytes)}"
-            print(f"ok       {folder}: step {manifest.step}, {count}, {seconds:.2f} s")
+            held = f"{len(manifest.tensors)} tensors, {_size(manifest.nbytes)}"
+            print(f"ok       {folder}: step {manifest.step}, {held}, {seconds:.2f} s")
         try:
             mark(folder, damage)
         except OSError as error:
             print(f"         {folder}: the result cannot be noted there: {error.strerror or error}", file=sys.stderr)
     if broken:
-        print(f"{broken} of {len(found)} checkpoint{'s' if len(found) != 1 else ''} damaged", file=sys.stderr)
+        print(f"{broken} of {count} checkpoint{'s' if count != 1 else ''} damaged", file=sys.stderr)
     return 1 if broken else 0
 
 
