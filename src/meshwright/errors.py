@@ -56,6 +56,10 @@ class CheckpointError(UserError):
     """A checkpoint or a run folder cannot be used as it is."""
 
 
+class StoreError(UserError):
+    """An object store does not answer, or not to us. It is no CheckpointError: nothing is known to be damaged."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A clause such as " (did you mean 'steps'?)" for the closest known name, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -86,6 +87,26 @@ def test_a_run_saves_to_s3_and_goes_on_from_there_on_another_number_of_ranks(
     damaged = meshwright("checkpoint", "verify", "a")
     assert damaged.returncode == 1
     assert name.split("/")[-1] in damaged.stdout
+
+
+def test_a_run_whose_store_is_away_says_so_and_goes_on_once_it_is_back(
+    bucket: object, meshwright: CommandLine, tiny_run: list[str]
+) -> None:
+    options = [*tiny_run, "run.dir=a", "checkpoint.dir=s3://runs/c", "train.schedule=constant"]
+    stopped = meshwright("train", *options, "checkpoint.every=2", "train.steps=4")
+    assert stopped.returncode == 0, stopped.stderr
+    before = keys(bucket, "c/")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    away = meshwright("train", *options, AWS_ENDPOINT_URL=nobody, AWS_MAX_ATTEMPTS="1")
+    assert away.returncode == 2, away.stderr
+    assert "s3://runs/c cannot be used" in away.stderr
+    assert "damaged" not in away.stderr
+    assert keys(bucket, "c/") == before
+    back = meshwright("train", *options)
+    assert back.returncode == 0, back.stderr
+    assert "from step 4" in back.stdout
 
 
 def test_uploads_without_a_manifest_are_no_checkpoint_and_are_cleared_away(bucket: object) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 import torch
 
 from meshwright.checkpoint.checked import find_damage
-from meshwright.checkpoint.format import MANIFEST, DamageError, read_manifest
+from meshwright.checkpoint.format import MANIFEST, DamageError, Piece, TensorEntry, _check_entry, read_manifest
 from meshwright.checkpoint.load_model import load_model
+from meshwright.checkpoint.pieces import Held
 from meshwright.checkpoint.place import LocalPlace
+from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.safetensors_file import make_header
-from meshwright.checkpoint.training_state import parts_of
+from meshwright.checkpoint.training_state import parts_of, restore
 from meshwright.errors import CheckpointError
 from meshwright.models.initialize import build
 from meshwright.models.presets import preset
@@ -151,6 +155,63 @@ def test_model_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) ->
         load_model(tmp_path / "step-000001")
 
 
+@pytest.mark.parametrize("vocabulary", [2**40, 2**62])
+def test_a_model_that_no_file_holds_is_not_built(tmp_path: Path, vocabulary: int) -> None:
+    saver_of(tmp_path).save(facts(1), parts_of(build(preset("tiny"))), background=False)
+
+    def grow(content: dict[str, Any]) -> None:
+        content["model"]["vocab_size"] = vocabulary
+        for name in ("model.model.embed_tokens.weight", "model.lm_head.weight"):
+            entry = content["tensors"][name]
+            width = entry["shape"][1]
+            entry["shape"], first = [vocabulary, width], entry["pieces"][0]
+            entry["pieces"] = [{**first, "offset": [0, 0], "shape": [vocabulary, width]}]
+
+    rewritten(tmp_path / "step-000001", grow)
+    with pytest.raises(DamageError, match="as it was saved"):
+        load_model(tmp_path / "step-000001")
+
+
+def trained(optimizer_of: Callable[..., torch.optim.Optimizer]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = build(preset("tiny"))
+    optimizer = optimizer_of(model.parameters())
+    model(torch.arange(20)[None]).mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_room_for_optimizer_state_is_made_only_for_what_a_file_holds(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.AdamW)
+    saver_of(tmp_path).save(facts(1), parts_of(model, optimizer), background=False)
+    name = "optimizer.exp_avg.model.norm.weight"
+
+    def grow(content: dict[str, Any]) -> None:
+        entry = content["tensors"][name]
+        entry["shape"] = entry["pieces"][0]["shape"] = [2**50]
+
+    rewritten(tmp_path / "step-000001", grow)
+    with pytest.raises(DamageError, match="as it was saved"):
+        restore(CheckpointReader(tmp_path / "step-000001"), model, optimizer)
+
+    # And where a file does hold it, only as much as its parameter has.
+    parts = parts_of(model, optimizer)
+    parts[name] = Held.of(torch.zeros(1000))
+    saver_of(tmp_path).save(facts(2), parts, background=False)
+    with pytest.raises(CheckpointError, match=r"exp_avg is \[1000\] and its parameter \["):
+        restore(CheckpointReader(tmp_path / "step-000002"), model, optimizer)
+
+
+def test_factored_optimizer_state_comes_back(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.Adafactor)
+    saver_of(tmp_path).save(facts(1), parts_of(model, optimizer), background=False)
+    other = build(preset("tiny"), seed=3)
+    its_optimizer = torch.optim.Adafactor(other.parameters())
+    restore(CheckpointReader(tmp_path / "step-000001"), other, its_optimizer)
+    before, after = parts_of(model, optimizer), parts_of(other, its_optimizer)
+    assert before.keys() == after.keys()
+    assert all(after[name].local.equal(held.local) for name, held in before.items())
+
+
 def test_pieces_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshwright.checkpoint.pieces.LARGEST_PIECE", 64)
     folder = saved(tmp_path, 1, {"model.x": torch.randn(8, 8)})
@@ -161,3 +222,71 @@ def test_pieces_that_overlap_and_leave_a_hole_are_refused(tmp_path: Path, monkey
     rewritten(folder, shift)
     with pytest.raises(DamageError, match="do not make it up"):
         read_manifest(folder)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def entry_of(shape: tuple[int, ...], boxes: list[Box]) -> TensorEntry:
+    pieces = [Piece(file="a.safetensors", name="x", offset=first, shape=sides, digest="") for first, sides in boxes]
+    return TensorEntry(shape=shape, dtype="float32", pieces=tuple(pieces))
+
+
+def fits(shape: tuple[int, ...], boxes: list[Box]) -> bool:
+    try:
+        _check_entry("manifest.json", "x", entry_of(shape, boxes))
+    except DamageError:
+        return False
+    return True
+
+
+def cut(first: tuple[int, ...], sides: tuple[int, ...], times: int, choice: random.Random) -> list[Box]:
+    """A box cut at random, again and again."""
+    dim = choice.randrange(len(sides))
+    if not times or sides[dim] < 2:
+        return [(first, sides)]
+    at = choice.randrange(1, sides[dim])
+    left = (*sides[:dim], at, *sides[dim + 1 :])
+    right = (*sides[:dim], sides[dim] - at, *sides[dim + 1 :])
+    behind = (*first[:dim], first[dim] + at, *first[dim + 1 :])
+    return cut(first, left, times - 1, choice) + cut(behind, right, times - 1, choice)
+
+
+def test_only_pieces_that_make_up_the_tensor_are_taken() -> None:
+    choice = random.Random(5)
+    for _ in range(300):
+        shape = tuple(choice.randint(1, 6) for _ in range(choice.randint(1, 3)))
+        boxes = cut((0,) * len(shape), shape, 4, choice)
+        choice.shuffle(boxes)
+        assert fits(shape, boxes)
+        assert not fits(shape, boxes[1:])
+        assert not fits(shape, [*boxes, boxes[0]])
+        # One of the same size elsewhere: what it covers is held twice, what it covered by none.
+        first, sides = boxes[0]
+        moved = tuple(choice.randint(0, whole - side) for whole, side in zip(shape, sides, strict=True))
+        assert fits(shape, [(moved, sides), *boxes[1:]]) == (moved == first)
+    assert fits((), [((), ())])
+    assert not fits((), [])
+    assert not fits((), [((), ()), ((), ())])
+    assert fits((0, 3), [])
+    assert fits((0, 3), [((0, 0), (0, 3))])
+    assert not fits((-1, 0), [])
+
+
+def test_many_pieces_are_checked_in_little_time() -> None:
+    half = 20_000
+    rows: list[Box] = [((row, half), (1, half)) for row in range(half)]
+    columns: list[Box] = [((0, column), (half, 1)) for column in range(half)]
+    started = time.perf_counter()
+    assert fits((half, 2 * half), rows + columns)
+    assert time.perf_counter() - started < 20
+    deep = (2,) * 40
+    assert not fits(deep, [((0,) * 40, (1,) * 40), ((1,) * 40, (1,) * 40)])
+
+
+@pytest.mark.parametrize("fact", ["step", "position"])
+def test_a_count_below_nothing_is_damage(tmp_path: Path, tensors: Tensors, fact: str) -> None:
+    folder = saved(tmp_path, 1, tensors)
+    rewritten(folder, lambda content: content.update({fact: -1}))
+    (damage,) = find_damage(LocalPlace(folder))
+    assert f"{fact}: Input should be greater than or equal to 0" in damage.what

@@ -110,6 +110,8 @@ def find_damage(
         checked = CheckedFiles(folder)
     except CheckpointError as error:
         return [Damage("manifest.json", None, str(error))]
+    except OSError as error:
+        return [Damage("manifest.json", None, f"{folder} cannot be read: {error.strerror or error}")]
     broken: dict[str, Damage] = {}
     for file in sorted({piece.file for entry in checked.manifest.tensors.values() for piece in entry.pieces}):
         if files is None or file in files:

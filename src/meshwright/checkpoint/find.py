@@ -26,11 +26,26 @@ def checkpoints_of(where: str | Path) -> Place:
 
 def find_checkpoints(where: str | Path) -> list[Place]:
     """The checkpoints that are meant, oldest first: one, or all of a run; damaged ones too."""
+    found, unusable = find_all(where)
+    if unusable:
+        raise CheckpointError(unusable[0])
+    return found
+
+
+def find_all(where: str | Path) -> tuple[list[Place], list[str]]:
+    """The checkpoints that are meant, and what is wrong with those that are not even looked into, such as links."""
     place = open_place(where)
     if MANIFEST in place.names():
-        return [place]
-    found = checkpoints_of(where)
-    return [found.child(step_name(step)) for step in list_steps(found)]
+        return [place], []
+    checkpoints = checkpoints_of(where)
+    found: list[Place] = []
+    unusable: list[str] = []
+    for step in list_steps(checkpoints):
+        try:
+            found.append(checkpoints.child(step_name(step)))
+        except CheckpointError as error:
+            unusable.append(str(error))
+    return found, unusable
 
 
 def latest_checkpoint(where: str | Path) -> Place:

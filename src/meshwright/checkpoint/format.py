@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from meshwright.checkpoint.place import Place, open_place
 from meshwright.checkpoint.safetensors_file import NAMES, dtype_bytes
-from meshwright.errors import CheckpointError, ExitCode
+from meshwright.errors import CheckpointError, ExitCode, UserError
 from meshwright.models.spec import ModelSpec
 
 MANIFEST = "manifest.json"
 VERSION = 2
 LARGEST_MANIFEST = 256 * 2**20
+MOST_SPLIT = 8
+"""Along how many dimensions a tensor may be cut into pieces."""
 
 
 class DamageError(CheckpointError):
@@ -75,9 +78,9 @@ class Manifest(_Entry):
 
     format: Literal["meshwright-checkpoint"] = "meshwright-checkpoint"
     version: int = VERSION
-    step: int
+    step: int = Field(ge=0)
     """Optimizer steps done."""
-    position: int
+    position: int = Field(ge=0)
     """Samples taken so far: where the data goes on."""
     strategy: str
     ranks: int = 1
@@ -156,12 +159,14 @@ def read_manifest(folder: Place | Path) -> Manifest:
         content = json.loads(place.read_all(MANIFEST, LARGEST_MANIFEST))
         version = content.get("version")
         digest = content.pop("digest", None)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DamageError(f"{place} is not a checkpoint: it has no {MANIFEST}") from None
     except (ValueError, AttributeError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
+        if isinstance(error, UserError):
             raise
         raise DamageError(f"{path} is damaged: it is empty, cut short or not JSON") from None
+    if version == 1 and (digest is not None or "files" in content):
+        raise DamageError(f"{path} is damaged: it says to be of version 1 and holds what later ones do")
     if version != 1 and digest != digest_of(_compact(content).encode()):
         raise DamageError(f"{path} is damaged: it is not what was written")
     if isinstance(version, int) and version > VERSION:
@@ -174,15 +179,20 @@ def read_manifest(folder: Place | Path) -> Manifest:
         first = error.errors()[0]
         place_of = ".".join(map(str, first["loc"]))
         raise DamageError(f"{path} is damaged or of another version: {place_of}: {first['msg']}") from None
+    named = step_of(str(place).rstrip("/").rpartition("/")[2])
+    if named is not None and named != manifest.step:
+        raise DamageError(f"{path} is that of step {manifest.step}, in the folder of step {named}")
     for name, entry in manifest.tensors.items():
         _check_entry(path, name, entry)
     return manifest
 
 
 def _check_entry(path: str, name: str, entry: TensorEntry) -> None:
-    """Raise unless the pieces lie inside of the tensor, are as many elements as it has, and stay in the folder."""
+    """Raise unless the pieces lie inside of the tensor, make it up, and stay in the folder."""
     if entry.dtype not in NAMES:
         raise DamageError(f"{path}: {name} has the unknown dtype {entry.dtype}")
+    if any(side < 0 for side in entry.shape):
+        raise DamageError(f"{path}: {name} has the impossible shape {list(entry.shape)}")
     for piece in entry.pieces:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors", piece.file):
             raise DamageError(f"{path}: {name} is said to lie in '{piece.file}', outside of the checkpoint")
@@ -191,25 +201,27 @@ def _check_entry(path: str, name: str, entry: TensorEntry) -> None:
         ends = zip(piece.offset, piece.shape, entry.shape, strict=True)
         if any(first < 0 or length < 0 or first + length > whole for first, length, whole in ends):
             raise DamageError(f"{path}: a piece of {name} lies outside of the tensor")
-    held = sum(prod(piece.shape) for piece in entry.pieces)
-    if held != prod(entry.shape) or _overlap(entry.pieces):
+    if not _make_up(path, name, entry):
         raise DamageError(f"{path}: the pieces of {name} do not make it up")
 
 
-def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two pieces share an element."""
-    if len(pieces) < 2 or not pieces[0].shape:
-        return len(pieces) > 1
-    open_ones: list[Piece] = []
-    for piece in sorted(pieces, key=lambda one: one.offset):
-        # Those that reach into this one's rows.
-        open_ones = [one for one in open_ones if one.offset[0] + one.shape[0] > piece.offset[0]]
-        if any(_share(one, piece) for one in open_ones):
-            return True
-        open_ones.append(piece)
-    return False
+def _make_up(path: str, name: str, entry: TensorEntry) -> bool:
+    """Whether each element of a tensor lies in one piece and no more.
 
-
-def _share(one: Piece, other: Piece) -> bool:
-    sides = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    return all(a < b + n and b < a + m for a, m, b, n in sides)
+    A sum of boxes is known by its corners, counted with alternating signs: the pieces make up the tensor just when
+    their corners cancel out to those of the whole. So it takes one pass, however many pieces there are.
+    """
+    whole = (tuple(0 for _ in entry.shape), entry.shape)
+    boxes = [(piece.offset, piece.shape) for piece in entry.pieces]
+    split = [
+        dim for dim in range(len(entry.shape)) if any(box[0][dim] or box[1][dim] != whole[1][dim] for box in boxes)
+    ]
+    if len(split) > MOST_SPLIT:
+        raise DamageError(f"{path}: {name} is split along {len(split)} dimensions; {MOST_SPLIT} are the most")
+    counts: Counter[tuple[int, ...]] = Counter()
+    for sign, (offset, shape) in [(-1, whole), *((1, box) for box in boxes)]:
+        if 0 not in shape:
+            sides = [((offset[dim], 1), (offset[dim] + shape[dim], -1)) for dim in split]
+            for corner in product(*sides):
+                counts[tuple(at for at, _ in corner)] += sign * prod(way for _, way in corner)
+    return not any(counts.values())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from meshwright.checkpoint.checked import Damage
 from meshwright.checkpoint.format import MANIFEST
 from meshwright.checkpoint.place import Place
+from meshwright.errors import StoreError
 
 VERIFIED, DAMAGED = "verified.json", "damaged.json"
 _LARGEST = 2**20
@@ -32,6 +33,8 @@ def verified_at(folder: Place) -> float | None:
         return None
     try:
         return float(json.loads(folder.read_all(VERIFIED, _LARGEST))["at"])
+    except StoreError:
+        raise
     except (ValueError, KeyError, TypeError, OSError):
         return None
 

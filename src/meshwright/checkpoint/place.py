@@ -20,11 +20,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, StoreError, UserError
 from meshwright.files import flush, write_atomically
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _BEGUN = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.unfinished-[0-9a-f]{8}")
+
+_WHAT_TO_CHECK = {
+    "s3": "check the endpoint (AWS_ENDPOINT_URL), the credentials (AWS_ACCESS_KEY_ID or a profile) and the network",
+    "gs": "check the credentials (GOOGLE_APPLICATION_CREDENTIALS) and the network",
+    "": "check its address, the credentials and the network",
+}
+"""By the store's scheme, when it does not answer."""
 
 
 class Place(ABC):
@@ -152,6 +159,8 @@ class LocalPlace(Place):
             return sorted(os.listdir(self.path))
         except FileNotFoundError:
             return []
+        except NotADirectoryError:
+            raise CheckpointError(f"{self.path} is not a folder") from None
 
     def holds(self, name: str) -> bool:
         return name in self.names()
@@ -276,6 +285,20 @@ class RemotePlace(Place):
     def child(self, name: str) -> RemotePlace:
         return RemotePlace(f"{self.url}/{self.checked(name)}")
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Turn what the store's own library raises when it cannot be reached, or refuses, into words."""
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError, UserError):
+            raise
+        except Exception as error:
+            scheme = self.url.partition(":")[0]
+            raise StoreError(
+                f"{self.url} cannot be used from {socket.gethostname()}: {type(error).__name__}: {error}; "
+                f"{_WHAT_TO_CHECK.get(scheme, _WHAT_TO_CHECK[''])}"
+            ) from error
+
     def _key(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{self.checked(name)}"
 
@@ -283,9 +306,10 @@ class RemotePlace(Place):
         pass
 
     def names(self) -> list[str]:
-        self._files.invalidate_cache()
         try:
-            found = self._files.ls(self._root, detail=False)
+            with self._asking():
+                self._files.invalidate_cache()
+                found = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
         return sorted(name for name in {path.rstrip("/").rsplit("/", 1)[-1] for path in found} if name)
@@ -294,32 +318,42 @@ class RemotePlace(Place):
         return "manifest.json" in self.child(name).names()
 
     def size(self, name: str) -> int:
-        return int(self._files.info(self._key(name))["size"])
+        with self._asking():
+            return int(self._files.info(self._key(name))["size"])
 
     def read(self, name: str, start: int, buffer: memoryview) -> int:
         if not len(buffer):
             return 0
-        found = self._files.cat_file(self._key(name), start=start, end=start + len(buffer))
+        with self._asking():
+            found = self._files.cat_file(self._key(name), start=start, end=start + len(buffer))
         buffer[: len(found)] = found
         return len(found)
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        with self._files.open(self._key(name), "wb") as file:
+        with self._asking():
+            file = self._files.open(self._key(name), "wb")
+        try:
             yield file
+        finally:
+            with self._asking():
+                file.close()
 
     def put(self, name: str, content: bytes) -> None:
-        self._files.pipe_file(self._key(name), content)
+        with self._asking():
+            self._files.pipe_file(self._key(name), content)
 
     def drop(self, name: str) -> None:
         if name in self.names():
-            self._files.rm_file(self._key(name))
+            with self._asking():
+                self._files.rm_file(self._key(name))
 
     def remove(self) -> None:
         # The manifest first: without it the folder is no checkpoint any more.
         names = sorted(self.names(), key=lambda name: not name.endswith(".json"))
         for name in names:
-            self._files.rm_file(self._key(name))
+            with self._asking():
+                self._files.rm_file(self._key(name))
         self._files.invalidate_cache()
 
     def free(self) -> int | None:
@@ -349,7 +383,8 @@ class RemotePlace(Place):
 
     def set_aside(self, name: str) -> None:
         old = f"{self._root.rstrip('/')}/{self.checked(name)}"
-        self._files.mv(old, f"{old}.damaged-{uuid.uuid4().hex[:8]}", recursive=True)
+        with self._asking():
+            self._files.mv(old, f"{old}.damaged-{uuid.uuid4().hex[:8]}", recursive=True)
 
     def clear_unfinished(self) -> None:
         for name in self.names():
@@ -374,6 +409,8 @@ def own_place(place: Place, run: str) -> None:
             file.write(json.dumps({"run": run}).encode())
     try:
         found = json.loads(place.read_all(owner, 2**16))["run"]
+    except StoreError:
+        raise
     except (ValueError, KeyError, TypeError):
         raise CheckpointError(f"{place.path_of(owner)} cannot be read; give another checkpoint.dir") from None
     if found != run:

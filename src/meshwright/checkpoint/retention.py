@@ -4,10 +4,11 @@ whole count, and the last of these is never removed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from meshwright.checkpoint.checked import Damage, find_damage
 from meshwright.checkpoint.format import list_steps, read_manifest, step_name
-from meshwright.checkpoint.marks import verified_at
+from meshwright.checkpoint.marks import mark, verified_at
 from meshwright.checkpoint.place import Place
 from meshwright.errors import CheckpointError
 
@@ -63,9 +64,42 @@ def known_checkpoints(checkpoints: Place) -> list[Known]:
     return found
 
 
+def doomed_after_reading(checkpoints: Place, retention: Retention) -> tuple[list[int], list[Damage]]:
+    """The steps that may go, once all that stays was read again just now; and the damage that was found.
+
+    An old mark is not enough to remove others on: what it speaks of may have been damaged since.
+    """
+    read: dict[int, bool] = {}
+    damage: list[Damage] = []
+
+    def read_again(step: int) -> None:
+        folder = checkpoints.child(step_name(step))
+        found = find_damage(folder)
+        mark(folder, found)
+        read[step] = not found
+        damage.extend(found)
+
+    for step in list_steps(checkpoints):
+        if verified_at(checkpoints.child(step_name(step))) is None:
+            read_again(step)
+    while True:
+        known = [replace(one, verified=read.get(one.step, one.verified)) for one in known_checkpoints(checkpoints)]
+        doomed = retention.doomed(known)
+        unread = [one.step for one in known if one.step not in read and one.step not in doomed]
+        if not doomed or not unread:
+            return doomed, damage
+        for step in unread:
+            read_again(step)
+
+
 def prune(checkpoints: Place, retention: Retention) -> list[int]:
     """Remove what need not stay; gives the steps that went."""
     doomed = retention.doomed(known_checkpoints(checkpoints))
-    for step in doomed:
-        checkpoints.child(step_name(step)).remove()
+    remove(checkpoints, doomed)
     return doomed
+
+
+def remove(checkpoints: Place, steps: Sequence[int]) -> None:
+    """Remove the checkpoints of steps."""
+    for step in steps:
+        checkpoints.child(step_name(step)).remove()

@@ -31,7 +31,7 @@ from meshwright.checkpoint.pieces import Parts, PieceSavePlanner, dtype_name, wr
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.retention import Retention, prune
 from meshwright.checkpoint.writer import CheckpointWriter, Stored, piece_bytes
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, UserError
 from meshwright.parallel.exchange import Exchange
 
 NICE = 10
@@ -316,7 +316,7 @@ class _StagedPlanner(PieceSavePlanner):
 
 
 def _said(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def _described(item: WriteItem) -> list[Any]:

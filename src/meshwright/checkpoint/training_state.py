@@ -6,6 +6,7 @@ Optimizer state is named after parameters, not numbered, so that it can be found
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ def restore(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.O
                     f"{name} is {entry.dtype} in the checkpoint and its parameter {wanted}; "
                     "give the precision that it was saved with"
                 )
+            reader.see(name)
             parts[name] = Held.of(_room(optimizer, parameter, kind, entry.shape, getattr(torch, entry.dtype)))
     load_parts(reader, parts)
 
@@ -147,6 +149,9 @@ def _room(
         if shape and shape != tuple(parameter.shape):
             raise CheckpointError(f"{kind} is {list(shape)} and its parameter {list(parameter.shape)}")
         return optimizer.room_for(parameter, kind, bool(shape), dtype)
+    # Factored moments are smaller than their parameter; nothing that is kept for it is larger.
+    if prod(shape) > max(1, parameter.numel()):
+        raise CheckpointError(f"{kind} is {list(shape)} and its parameter {list(parameter.shape)}")
     # A fused optimizer keeps the count of steps where the moments are.
     room = torch.empty(shape, dtype=dtype, device=parameter.device)
     optimizer.state[parameter][kind] = room

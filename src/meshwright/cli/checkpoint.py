@@ -24,12 +24,13 @@ def _describe_list(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.find import find_checkpoints
+    from meshwright.checkpoint.find import find_all
     from meshwright.checkpoint.format import read_manifest
     from meshwright.checkpoint.marks import is_marked_damaged, verified_at
 
+    found, unusable = find_all(args.where)
     rows: list[dict[str, Any]] = []
-    for folder in find_checkpoints(args.where):
+    for folder in found:
         try:
             manifest = read_manifest(folder)
         except CheckpointError as error:
@@ -48,6 +49,7 @@ def _list(args: argparse.Namespace) -> int:
                 "state": state,
             }
         )
+    rows += [{"folder": None, "step": None, "state": "damaged", "error": what} for what in unusable]
     if args.json:
         print(json.dumps(rows, indent=1))
         return 0
@@ -87,14 +89,17 @@ def _describe_verify(parser: argparse.ArgumentParser) -> None:
 
 def _verify(args: argparse.Namespace) -> int:
     from meshwright.checkpoint.checked import find_damage
-    from meshwright.checkpoint.find import find_checkpoints
+    from meshwright.checkpoint.find import find_all
     from meshwright.checkpoint.format import read_manifest
     from meshwright.checkpoint.marks import mark
 
-    found = find_checkpoints(args.where)
-    if not found:
+    found, unusable = find_all(args.where)
+    count = len(found) + len(unusable)
+    if not count:
         raise CheckpointError(f"{args.where} has no checkpoint yet")
-    broken = 0
+    for what in unusable:
+        print(f"DAMAGED  {what}")
+    broken = len(unusable)
     for folder in found:
         started = time.perf_counter()
         damage = find_damage(folder, threads=args.jobs)
@@ -104,14 +109,14 @@ def _verify(args: argparse.Namespace) -> int:
         broken += bool(damage)
         if not damage:
             manifest = read_manifest(folder)
-            count = f"{len(manifest.tensors)} tensors, {_size(manifest.nbytes)}"
-            print(f"ok       {folder}: step {manifest.step}, {count}, {seconds:.2f} s")
+            held = f"{len(manifest.tensors)} tensors, {_size(manifest.nbytes)}"
+            print(f"ok       {folder}: step {manifest.step}, {held}, {seconds:.2f} s")
         try:
             mark(folder, damage)
         except OSError as error:
             print(f"         {folder}: the result cannot be noted there: {error.strerror or error}", file=sys.stderr)
     if broken:
-        print(f"{broken} of {len(found)} checkpoint{'s' if len(found) != 1 else ''} damaged", file=sys.stderr)
+        print(f"{broken} of {count} checkpoint{'s' if count != 1 else ''} damaged", file=sys.stderr)
     return 1 if broken else 0
 
 
@@ -201,35 +206,38 @@ def _describe_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-best", type=int, default=0, metavar="M", help="also the best ones by --best")
     parser.add_argument("--best", default="eval_loss", metavar="METRIC", help="less is better; -METRIC: more is")
     parser.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+    parser.epilog = (
+        "All that stays is read again before anything is removed. "
+        "Exit code 0: it is what was saved. 1: something is damaged; it is named, and an older one stays in its place."
+    )
 
 
 def _prune(args: argparse.Namespace) -> int:
-    from meshwright.checkpoint.checked import find_damage
     from meshwright.checkpoint.find import checkpoints_of
-    from meshwright.checkpoint.format import list_steps, step_name
-    from meshwright.checkpoint.marks import mark, verified_at
-    from meshwright.checkpoint.retention import Retention, known_checkpoints, prune
+    from meshwright.checkpoint.retention import Retention, doomed_after_reading, remove
     from meshwright.training.run_folder import RunFolder
 
     if args.keep < 1:
         raise CheckpointError("--keep must be at least 1: the last verified checkpoint is never removed")
     place = checkpoints_of(args.where)
+    metric = args.best.removeprefix("-")
+    retention = Retention(args.keep, args.keep_every, args.keep_best, metric, args.best.startswith("-"))
     run = RunFolder(args.where)
     lock = run.hold(fresh=False) if run.holds_run else None
     try:
-        for step in list_steps(place):
-            folder = place.child(step_name(step))
-            if verified_at(folder) is None:
-                mark(folder, find_damage(folder))
-        metric = args.best.removeprefix("-")
-        retention = Retention(args.keep, args.keep_every, args.keep_best, metric, args.best.startswith("-"))
-        gone = retention.doomed(known_checkpoints(place)) if args.dry_run else prune(place, retention)
+        gone, damage = doomed_after_reading(place, retention)
+        if not args.dry_run:
+            remove(place, gone)
     finally:
         if lock is not None:
             lock.close()
+    for one in damage:
+        print(f"DAMAGED  {one.what}" + (f" (tensor {one.tensor})" if one.tensor else ""), file=sys.stderr)
+    if damage:
+        print("what is damaged does not count among those that stay", file=sys.stderr)
     steps = ", ".join(map(str, gone)) or "none"
     print(f"{'would remove' if args.dry_run else 'removed'}: {steps}")
-    return 0
+    return 1 if damage else 0
 
 
 ACTIONS = {
