@@ -5,7 +5,6 @@ What machines have to say that do not hold it comes through the membership and i
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import suppress
@@ -43,9 +42,7 @@ class Journal:
         if not self.holds:
             self._membership.post(kind, facts)
             return
-        # A full disk must not keep a run from being looked after.
-        with suppress(OSError):
-            self._folder.event(kind, **facts)
+        self._folder.event(kind, **facts)
 
     def take_news(self) -> None:
         """Write what other machines have to tell, where that is this one's to do."""
@@ -117,11 +114,9 @@ class Journal:
     def _resumed(self) -> int | None:
         """The step from which this generation goes on; None before it says so."""
         assert self._folder is not None
-        with suppress(OSError, ValueError):
-            for line in reversed(self._folder.events.read_text().splitlines()):
-                event = json.loads(line)
-                if event["event"] == "failed":
-                    return None
-                if event["event"] in ("started", "resumed"):
-                    return int(event["step"])
+        for event in reversed(self._folder.read_events()):
+            if event["event"] == "failed":
+                return None
+            if event["event"] in ("started", "resumed"):
+                return int(event["step"])
         return None
