@@ -76,6 +76,7 @@ def test_plug_pulled_after_any_number_of_pieces_leaves_the_old_checkpoint(
     assert_same_run(training.folder, undisturbed)
     assert [event["step"] for event in events(training.folder, "failed")] == list(steps)
     assert [event["step"] for event in events(training.folder, "resumed")] == [step - EVERY for step in steps][1:]
+    assert [event["steps_lost"] for event in events(training.folder, "restarted")] == [EVERY] * len(steps)
     assert checkpoints(training.folder) == list(steps)
     for step in steps:
         assert find_damage(LocalPlace(training.folder / "checkpoints" / step_name(step))) == []

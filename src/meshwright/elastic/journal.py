@@ -13,11 +13,15 @@ from typing import Any
 from meshwright.elastic.failure import Failure
 from meshwright.elastic.membership import Membership
 from meshwright.elastic.ranks import Ranks
+from meshwright.pulse import PHASES
 from meshwright.training.hooks import show_cursor
 from meshwright.training.run_folder import RunFolder
 
 TOLD_TO_ALL = ("quarantined",)
 """Kinds of news that the consoles of all machines show; the others' own console has shown."""
+
+AFTER_THE_STEP = PHASES[PHASES.index("evaluate") :]
+"""Phases of a step whose update is made."""
 
 
 class Journal:
@@ -96,7 +100,7 @@ class Journal:
         if not new and not ended:
             return
         self._noticed = None
-        done = failure.step if failure.phase in ("hooks", "end") else failure.step - 1
+        done = failure.step if failure.phase in AFTER_THE_STEP else failure.step - 1
         facts = {
             "generation": ranks.placement.generation,
             "step": resumed,
