@@ -43,6 +43,23 @@ def test_events_that_cannot_be_written_end_no_training(
     print_cost("21: a full disk under events.jsonl", None, None, None, "told once a process; training went on")
 
 
+@pytest.mark.parametrize("room", [4096, pytest.param(0, marks=pytest.mark.slow_chaos)])
+def test_curves_that_cannot_be_written_end_no_training(
+    room: int, settings: list[str], tmp_path: Path, small_disk: Path
+) -> None:
+    assert start(tmp_path, settings, "train.steps=2").wait().code == ExitCode.DONE
+    # Room for the first steps' curves, or for nothing at all.
+    (small_disk / "filler").write_bytes(bytes(2**20 - room))
+    (tmp_path / "run/tensorboard").symlink_to(small_disk)
+    training = start(tmp_path, settings, "observe.tensorboard=true", "train.steps=60")
+    ended = training.wait()
+    assert ended.code == ExitCode.DONE, ended.err
+    assert "Traceback" not in ended.err
+    assert ended.err.count("/tensorboard cannot be written: No space left on device") == 1
+    assert [step for step, _, _ in losses(training.folder)] == list(range(1, 61))
+    print_cost("21: a full disk under the curves", None, None, 0, "told once; training went on")
+
+
 @pytest.mark.slow_chaos
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_storage_that_is_read_only_for_a_while_costs_a_checkpoint(
