@@ -3,7 +3,8 @@
 `MESHWRIGHT_FAULT="rank=1,step=7,phase=backward,kind=sigkill"` kills rank 1 when it enters the backward pass of step 7.
 Several are separated by semicolons. `rank` and `step` may be left out (all of them), `generation` is 0 unless given
 (so that what was restarted gets through) and may be `any`; `times` is how often a fault plays in one process, 1 unless
-given. Kinds that only the code at that place can play, such as a loss that is not a number, are given back to it.
+given, and `after` how often a rank comes by unharmed before: `phase=write,after=3` is the fourth piece of a save. Kinds
+that only the code at that place can play, such as a loss that is not a number, are given back to it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ class Fault:
     step: int | None = None
     generation: int | None = 0
     times: int = 1
+    after: int = 0
 
     def plays(self, phase: str, rank: int, step: int, generation: int) -> bool:
-        """Whether it is to happen now."""
+        """Whether it is to happen now; asked once each time that a rank comes by."""
         wanted = ((self.rank, rank), (self.step, step), (self.generation, generation))
-        return self.phase == phase and self.times > 0 and all(want in (None, found) for want, found in wanted)
+        if self.phase != phase or self.times <= 0 or not all(want in (None, found) for want, found in wanted):
+            return False
+        self.after -= 1
+        return self.after < 0
 
 
 def parse_faults(text: str) -> list[Fault]:
@@ -54,7 +59,7 @@ def parse_faults(text: str) -> list[Fault]:
 def _parse(text: str) -> Fault:
     given = dict(pair.split("=", 1) for pair in re.split(r"[,\s]+", text.strip()) if "=" in pair)
     try:
-        numbers = {key: int(given[key]) for key in ("rank", "step", "times") if key in given}
+        numbers = {key: int(given[key]) for key in ("rank", "step", "times", "after") if key in given}
         generation = given.get("generation", "0")
         return Fault(
             given["kind"], given["phase"], generation=None if generation == "any" else int(generation), **numbers

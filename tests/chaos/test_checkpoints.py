@@ -14,7 +14,18 @@ from meshwright.checkpoint.checked import find_damage
 from meshwright.checkpoint.format import read_manifest, step_name, write_manifest
 from meshwright.checkpoint.place import LocalPlace
 from meshwright.errors import ExitCode
-from tests.chaos.runs import assert_near_run, assert_same_run, checkpoints, events, losses, print_cost, report, start
+from tests.chaos.runs import (
+    EVERY,
+    STEPS,
+    assert_near_run,
+    assert_same_run,
+    checkpoints,
+    events,
+    losses,
+    print_cost,
+    report,
+    start,
+)
 
 PULLS = {
     "staging": "rank=1,step=10,phase=stage,kind=sigkill",
@@ -43,6 +54,34 @@ def test_plug_pulled_during_a_save_leaves_the_old_checkpoint_or_the_new(
         assert find_damage(LocalPlace(training.folder / "checkpoints" / step_name(step))) == []
     assert not list((training.folder / "checkpoints").glob(".*"))
     report(f"kill -9, {place}", training.folder)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow_chaos)])
+def test_plug_pulled_after_any_number_of_pieces_leaves_the_old_checkpoint(
+    rank: int, settings: list[str], tmp_path: Path, undisturbed: Path
+) -> None:
+    tensors = read_manifest(undisturbed / "checkpoints" / step_name(STEPS)).tensors.values()
+    written = [piece for one in tensors for piece in one.pieces if piece.file.endswith(f"-{rank:05d}.safetensors")]
+    # One save after the other is cut off, each after more of its pieces, the last one before its last piece.
+    passed = [1, len(written) // 3, len(written) * 2 // 3, len(written) - 1]
+    assert passed == sorted(set(passed))
+    steps = range(EVERY, STEPS + 1, EVERY)
+    faults = [
+        f"rank={rank},step={step},phase=write,after={count},kind=sigkill,generation={generation}"
+        for generation, (step, count) in enumerate(zip(steps, passed, strict=True))
+    ]
+    training = start(tmp_path, settings, "checkpoint.keep=10", fault=";".join(faults))
+    ended = training.wait()
+    assert ended.code == ExitCode.DONE, ended.err
+    assert_same_run(training.folder, undisturbed)
+    assert [event["step"] for event in events(training.folder, "failed")] == list(steps)
+    assert [event["step"] for event in events(training.folder, "resumed")] == [step - EVERY for step in steps][1:]
+    assert [event["steps_lost"] for event in events(training.folder, "restarted")] == [EVERY] * len(steps)
+    assert checkpoints(training.folder) == list(steps)
+    for step in steps:
+        assert find_damage(LocalPlace(training.folder / "checkpoints" / step_name(step))) == []
+    assert not list((training.folder / "checkpoints").glob(".*"))
+    report(f"6: kill -9 of rank {rank} after {passed} of {len(written)} pieces", training.folder)
 
 
 def test_full_disk_costs_a_checkpoint_and_the_next_one_is_saved_when_there_is_room(

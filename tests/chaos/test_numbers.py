@@ -263,6 +263,27 @@ def test_a_bit_that_flips_on_one_rank_is_found_and_undone(
 
 
 @pytest.mark.slow_chaos
+def test_a_result_that_is_wrong_once_on_one_rank_is_found_and_computed_again(
+    settings: list[str], tmp_path: Path
+) -> None:
+    # The update of one rank comes from a sum that it alone has wrong; what is computed again is right. (With zero each
+    # rank updates a part for all: they would have it wrong alike.)
+    options = ["elastic.check_replicas_every=1", "train.global_batch=12", "parallel.strategy=dp=3"]
+    fault = "rank=1,step=13,phase=reduce,kind=wrong"
+    ended = run(tmp_path, settings, *options, nproc=3, fault=fault)
+    folder = tmp_path / "run"
+    (event,) = events(folder, "replicas_differ")
+    assert event["step"] == 13
+    assert {rank for tensor in event["tensors"] for rank in tensor["ranks"]} == {1}
+    assert "of rank 1 on " in ended.err
+    (back,) = events(folder, "rollback")
+    assert (back["to"], back["skipped"], back["cause"]) == (10, [], "replicas")
+    run(tmp_path, settings, *options, nproc=3, name="clean")
+    assert_same_run(folder, tmp_path / "clean")
+    say("31: a wrong result, once, on one rank", folder, "replicas_differ", fault="wrong")
+
+
+@pytest.mark.slow_chaos
 def test_copies_that_differ_can_end_the_run(settings: list[str], tmp_path: Path) -> None:
     options = ["elastic.check_replicas_every=1", "elastic.replica_policy=stop"]
     fault = "rank=0,step=8,phase=optimizer,kind=bitflip"

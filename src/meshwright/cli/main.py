@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
 from meshwright._version import __version__
-from meshwright.errors import UserError, nearest
+from meshwright.errors import ExitCode, UserError, nearest
+from meshwright.limits import limit_reached
 
 VERBS = {
     "plan": "which strategy for a model on some machines: does it fit, how fast, and why",
@@ -108,6 +110,11 @@ def _run(verb: str, rest: list[str]) -> int:
     except UserError as error:
         print(f"meshwright {name}: {error}", file=sys.stderr)
         return error.exit_code
+    except (OSError, RuntimeError) as error:
+        if (limit := limit_reached("".join(traceback.format_exception(error)))) is None:
+            raise
+        print(f"meshwright {name}: {limit} ({error})", file=sys.stderr)
+        return ExitCode.FAILED
 
 
 if __name__ == "__main__":

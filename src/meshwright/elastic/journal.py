@@ -5,7 +5,6 @@ What machines have to say that do not hold it comes through the membership and i
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import suppress
@@ -14,11 +13,15 @@ from typing import Any
 from meshwright.elastic.failure import Failure
 from meshwright.elastic.membership import Membership
 from meshwright.elastic.ranks import Ranks
+from meshwright.pulse import PHASES
 from meshwright.training.hooks import show_cursor
 from meshwright.training.run_folder import RunFolder
 
 TOLD_TO_ALL = ("quarantined",)
 """Kinds of news that the consoles of all machines show; the others' own console has shown."""
+
+AFTER_THE_STEP = PHASES[PHASES.index("evaluate") :]
+"""Phases of a step whose update is made."""
 
 
 class Journal:
@@ -43,9 +46,7 @@ class Journal:
         if not self.holds:
             self._membership.post(kind, facts)
             return
-        # A full disk must not keep a run from being looked after.
-        with suppress(OSError):
-            self._folder.event(kind, **facts)
+        self._folder.event(kind, **facts)
 
     def take_news(self) -> None:
         """Write what other machines have to tell, where that is this one's to do."""
@@ -99,7 +100,7 @@ class Journal:
         if not new and not ended:
             return
         self._noticed = None
-        done = failure.step if failure.phase in ("hooks", "end") else failure.step - 1
+        done = failure.step if failure.phase in AFTER_THE_STEP else failure.step - 1
         facts = {
             "generation": ranks.placement.generation,
             "step": resumed,
@@ -117,11 +118,9 @@ class Journal:
     def _resumed(self) -> int | None:
         """The step from which this generation goes on; None before it says so."""
         assert self._folder is not None
-        with suppress(OSError, ValueError):
-            for line in reversed(self._folder.events.read_text().splitlines()):
-                event = json.loads(line)
-                if event["event"] == "failed":
-                    return None
-                if event["event"] in ("started", "resumed"):
-                    return int(event["step"])
+        for event in reversed(self._folder.read_events()):
+            if event["event"] == "failed":
+                return None
+            if event["event"] in ("started", "resumed"):
+                return int(event["step"])
         return None

@@ -40,6 +40,7 @@ from meshwright.elastic.placement import Placement
 from meshwright.elastic.rank_side import answer_watchers, leave_last_words
 from meshwright.errors import ExitCode, UserError
 from meshwright.files import write_atomically
+from meshwright.limits import limit_reached
 from meshwright.parallel.torch_releases import FileStore, PrefixStore, Store, TCPStore, check_collectives
 from meshwright.parallel.world import World, available_cores, join_world
 from meshwright.pulse import GENERATION, Beat, Pulse, read_pulse
@@ -339,6 +340,8 @@ def _tell(report: Connection, error: BaseException) -> int:
     lost = any(sign in text for sign in LOST_CONNECTION)
     if lost and code is None:
         cause = "lost the connection to another rank"
+    if code is None and (limit := limit_reached(text)) is not None:
+        cause, text = limit, f"{text}{limit}\n"
     # The parent may read when the ranks have ended: more than a pipe holds would keep this one from ending.
     message = {"time": time.time(), "code": code, "cause": cause, "lost_connection": lost, "text": text[-8_000:]}
     message["remedied"] = getattr(error, "remedied", False)

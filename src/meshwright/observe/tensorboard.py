@@ -10,8 +10,10 @@ import math
 import os
 import socket
 import struct
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -43,21 +45,43 @@ class TensorBoard(Hook):
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if trainer.world.is_first:
-            self.writer = EventWriter(trainer.job.folder.tensorboard)
-            if trainer.resumed_from is not None:
-                self.writer.restart(trainer.step + 1)
+            with self._told(trainer):
+                self.writer = EventWriter(trainer.job.folder.tensorboard)
+                if trainer.resumed_from is not None:
+                    self.writer.restart(trainer.step + 1)
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self.writer is not None:
-            self.writer.scalars(trainer.step, {tag: metrics[name] for name, tag in TAGS.items() if name in metrics})
+            with self._told(trainer):
+                self.writer.scalars(trainer.step, {tag: metrics[name] for name, tag in TAGS.items() if name in metrics})
 
     def at_rollback(self, trainer: TrainingLoop) -> None:
         if self.writer is not None:
-            self.writer.restart(trainer.step + 1)
+            with self._told(trainer):
+                self.writer.restart(trainer.step + 1)
 
     def close(self) -> None:
         if self.writer is not None:
-            self.writer.close()
+            with suppress(OSError):  # What could not be written was told when it was to be written.
+                self.writer.close()
+
+    @contextmanager
+    def _told(self, trainer: TrainingLoop) -> Iterator[None]:
+        """Curves that cannot be written end no training: metrics.jsonl has the same numbers.
+
+        A file that was cut short gets no more of them, since readers stop there.
+        """
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            self.writer = None
+            print(
+                f"meshwright: step {trainer.step}: {trainer.job.folder.tensorboard} cannot be written: "
+                f"{error.strerror or error}; the run goes on without TensorBoard until it is started again",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class EventWriter:

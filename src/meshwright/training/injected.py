@@ -19,11 +19,12 @@ def factor_of_loss(kind: str | None) -> float | None:
 
 @torch.no_grad()
 def spoil_gradient(parameters: Iterable[Tensor], kind: str | None) -> None:
-    """After the gradients are summed: one entry on this rank is no number (`nan`, `inf`)."""
-    if kind not in ("nan", "inf"):
+    """After the gradients are summed: one entry on this rank is no number (`nan`, `inf`) or another one (`wrong`)."""
+    if kind not in ("nan", "inf", "wrong"):
         return
     held = (local_of(parameter.grad) for parameter in parameters if parameter.grad is not None)
-    next(gradient for gradient in held if gradient.numel()).view(-1)[0] = float(kind)
+    entry = next(gradient for gradient in held if gradient.numel()).view(-1)[0]
+    entry.copy_(entry + 1e-3 if kind == "wrong" else torch.tensor(float(kind)))
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -29,6 +30,8 @@ class RunFolder:
         self.lock = self.path / ".lock"
         self.fence: Fence | None = None
         """What the lock must say for this process to write here; None asks nothing."""
+        self._unwritten = False
+        """Whether an event could not be written, and was told."""
         self.config = self.path / "config.toml"
         self.identity = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -123,10 +126,42 @@ class RunFolder:
         return next(name for name in names if not name.exists())
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append a line to events.jsonl."""
+        """Append a line to events.jsonl; one that cannot be written is told, once, and ends no training."""
         line = {"time": round(time.time(), 3), "event": kind, **facts}
-        with self.events.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        data = json.dumps(line).encode() + b"\n"
+        try:
+            with self.events.open("a+b") as file:
+                # A crash or a full disk may have cut the line before short, in this process or in another.
+                if file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    data = data if file.read(1) == b"\n" else b"\n" + data
+                file.write(data)
+        except OSError as error:
+            self._tell_unwritten(kind, error)
+
+    def _tell_unwritten(self, kind: str, error: OSError) -> None:
+        if self._unwritten:
+            return
+        self._unwritten = True
+        with suppress(OSError, ValueError):
+            print(
+                f"meshwright: {self.events} cannot be written: {error.strerror or error}; the event '{kind}' is "
+                "not recorded, nor are later ones until it can; the run goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def read_events(self) -> list[dict[str, Any]]:
+        """The events that can be read, in order; lines that were cut short are left out."""
+        try:
+            lines = self.events.read_bytes().splitlines()
+        except OSError:
+            return []
+        found = []
+        for line in lines:
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return [event for event in found if isinstance(event, dict) and "event" in event]
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps that will be computed again."""
