@@ -395,7 +395,13 @@ def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
             runners.append(Runner(family, candidate, None, loss(best, candidate)))
             continue
         failing = _smallest(asked)
-        if failing is not None:
+        if failing is not None and failing.fits:
+            # What the constraints leave is not among the plain ones.
+            candidate = _searched(asked)
+            if candidate is not None:
+                candidate = in_full(question, candidate)
+                runners.append(Runner(family, candidate, None, loss(best, candidate)))
+        elif failing is not None:
             failing = in_full(question, failing)
             peak = failing.memory.peak / GIB
             reason = f"does not fit: {peak:.1f} of {failing.memory.capacity / GIB:.1f} GiB"
@@ -404,11 +410,18 @@ def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
 
 
 def _smallest(question: Question) -> Candidate | None:
-    """The failing member of a family that is nearest to fitting without recompute."""
-    extra = parse_constraints(["recompute=none", "offload=none"])
-    asked = replace(question, constraints=(*question.constraints, *extra))
+    """The member of a family that is nearest to fitting, without recompute and host memory where they may be so."""
+    words = [f"{key}=none" for key in ("recompute", "offload") if question.allows(**{key: "none"})]
+    asked = replace(question, constraints=(*question.constraints, *parse_constraints(words)))
     space = Space(asked)
     return nearest(asked, space, in_order(space)[:LOOKED_AT])
+
+
+def _searched(question: Question) -> Candidate | None:
+    try:
+        return search(question).best
+    except UserError:
+        return None
 
 
 def loss(best: Candidate, other: Candidate) -> str:
