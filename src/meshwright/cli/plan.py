@@ -40,7 +40,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
     )
     parser.add_argument("--strategy", metavar="STRATEGY", help="estimate this one instead of searching")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="with --strategy: samples of a forward pass")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: the best)")
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole training, such as 1e12 or 2T: days and cost")
     parser.add_argument("--price", type=float, metavar="X", help="money for a chip and hour")
     parser.add_argument("--ask", choices=ASKED, help="an inverse question: what is the most that fits")
@@ -92,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate()
     if args.cluster is None:
         raise UserError("--cluster is missing; write a number of chips (64xh100), a cluster file, or here")
+    if args.strategy is not None and args.ask is not None:
+        raise UserError(
+            f"--ask {args.ask} searches, and --strategy is one; write what must hold as constraints instead"
+        )
     if args.model is None and args.ask != "largest-model":
         raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
     if args.out is not None and args.emit is None:
@@ -112,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         cluster = cluster.with_price(args.price)
     asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
     made = plan(
-        args.model or "llama3.1-8b",
+        "llama3.1-8b" if args.model is None else args.model,
         cluster,
         sequence_length=args.seq_len,
         global_batch=args.global_batch,
@@ -128,8 +132,10 @@ def run(args: argparse.Namespace) -> int:
         made = _try(args, made)
     facts = made.as_json() if args.json else None
     said = []
+    answered = made.best is not None
     if args.ask is not None:
         answer = _inverse(args.ask, made)
+        answered = answer["answer"] is not None
         said.append(str(answer["text"]))
         if facts is not None:
             facts["asked"] = answer
@@ -160,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2, allow_nan=False))
     else:
         _print(made, said)
-    return 0 if made.best is not None else 1
+    return 0 if answered else 1
 
 
 def _try(args: argparse.Namespace, made: Plan) -> Plan:
@@ -219,11 +225,13 @@ def _inverse(ask: str, made: Plan) -> dict[str, object]:
 
     question = made.question
     if ask == "fewest-gpus":
+        if made.best is None:
+            return {"question": ask, "answer": None, "text": f"{ask}: nothing fits on {question.cluster}"}
         gpus = question.cluster.gpus
         return {
             "question": ask,
             "answer": gpus,
-            "text": f"fewest GPUs on which it fits: {gpus} ({made.shown.strategy})",
+            "text": f"fewest GPUs on which it fits: {gpus} ({made.best.strategy})",
         }
     found: tuple[object, object] | None
     if ask == "longest-sequence":
@@ -237,11 +245,13 @@ def _inverse(ask: str, made: Plan) -> dict[str, object]:
     value, candidate = found
     words = ask.replace("-", " ")
     strategy = candidate.strategy
+    bounded = ask == "longest-sequence" and value == question.spec.max_position_embeddings
+    limit = "; the model has no more positions" if bounded else ""
     return {
         "question": ask,
         "answer": value,
         "strategy": str(strategy),
-        "text": f"{words} that fits: {value} ({strategy})",
+        "text": f"{words} that fits: {value} ({strategy}){limit}",
     }
 
 

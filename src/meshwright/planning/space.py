@@ -121,8 +121,11 @@ class Space:
         if cp > 1:
             return [1]  # Who splits sequences has no room for several of them at once.
         most = max(MICRO_BATCH, PASS_TOKENS // self.question.sequence_length)
-        found = [1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most]
-        return found if share in found or share > most else [*found, share]
+        found = {1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most}
+        # One that is asked for need not be a power of two.
+        asked = [one.value for one in self.question.constraints if one.key == "micro_batch" and one.sign == "="]
+        found |= {size for size in asked if isinstance(size, int) and size > 0 and share % size == 0}
+        return sorted(found | ({share} if share <= most else set()))
 
     def _context_fits(self, cp: int, tp: int) -> bool:
         """Context parallel in powers of two, with at least 2048 tokens for each rank."""
