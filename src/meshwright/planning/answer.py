@@ -380,10 +380,12 @@ def _of_one(question: Question, name: str, text: str, micro_batch: int | None, t
     strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
     micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
     size = micro_batch or question.global_batch // strategy.all_shares // micro_steps
+    layout = Layout.of(strategy)
     violated = [
-        str(one) for one in question.constraints
-        if not allowed(replace(question, constraints=(one,)), Layout.of(strategy)) or not one.holds({"micro_batch": size})
-    ]  # fmt: skip
+        str(one)
+        for one in question.constraints
+        if not (allowed(replace(question, constraints=(one,)), layout) and one.holds({"micro_batch": size}))
+    ]
     if violated:
         raise UserError(
             f"--strategy '{text}' with micro-batch {size} does not meet {', '.join(violated)}; drop one of them"
