@@ -102,6 +102,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--out says where --emit writes; add --emit run")
     if args.interval is not None and args.spot is None:
         raise UserError("--interval says how often to save under interruptions; add --spot N")
+    if args.spot is not None and not 0 < args.spot <= 86_400:
+        raise UserError(f"--spot={args.spot} is not a number of interruptions a day; give one above 0, up to 86400")
+    if args.interval is not None and not 1e-3 <= args.interval <= 1e9:
+        raise UserError(f"--interval={args.interval} is not a number of seconds between checkpoints; give one above 0")
+    _check_writable("--html", args.html)
+    _check_writable("--out", args.out)
     if args.try_limit is not None and (args.try_out is None or args.try_limit <= 0):
         raise UserError("--try-limit is a number of seconds above 0 for each candidate of --try; add --try K")
     if args.try_out is not None and args.cluster != HERE:
@@ -111,8 +117,8 @@ def run(args: argparse.Namespace) -> int:
         )
     cluster = parse_cluster(args.cluster)
     if args.price is not None:
-        if args.price <= 0:
-            raise UserError(f"--price={args.price} must be above 0")
+        if not 0 < args.price < 1e9:
+            raise UserError(f"--price={args.price} is not money for a chip and hour; give a number above 0")
         cluster = cluster.with_price(args.price)
     asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
     made = plan(
@@ -154,19 +160,34 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from meshwright.planning.page import page
 
-        args.html.write_text(page(made), encoding="utf-8")
+        _write("--html", args.html, page(made))
         said.append(f"wrote {args.html}")
     if args.emit is not None and made.best is not None:
         from meshwright.planning.emit import run_file
 
         out = args.out or Path("run.toml")
-        out.write_text(run_file(made), encoding="utf-8")
+        _write("--out", out, run_file(made))
         said.append(f"wrote {out}; set data.path in it, then: meshwright train {out}")
     if facts is not None:
         print(json.dumps(facts, indent=2, allow_nan=False))
     else:
         _print(made, said)
     return 0 if answered else 1
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Raise a UserError where a file cannot be written, before the work is done."""
+    if path is not None and path.is_dir():
+        raise UserError(f"{option}={path} is a folder; name a file in it")
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{option}={path}: there is no folder {path.parent}; make it first")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option}={path} cannot be written: {error.strerror}") from None
 
 
 def _try(args: argparse.Namespace, made: Plan) -> Plan:
@@ -203,7 +224,7 @@ def _print(made: Plan, said: list[str]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", _PLAIN_WIDTH)))
     show(made, console)
     for line in said:
-        console.print(f"\n{line}", highlight=False, soft_wrap=True)
+        console.print(f"\n{line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _tokens(text: str | None) -> float | None:
@@ -259,8 +280,6 @@ def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:
     """What interruptions cost."""
     from meshwright.planning.inverse import spot
 
-    if args.spot <= 0 or (args.interval is not None and args.interval <= 0):
-        raise UserError("--spot and --interval must be above 0")
     assert made.best is not None
     found = spot(made.best, args.spot, args.interval)
     text = (
@@ -268,4 +287,15 @@ def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:
         f"{found.interval_s:.0f} s, {found.slower:.1%} of the time is lost; the best interval is "
         f"{found.best_interval_s:.0f} s ({found.best_slower:.1%} lost)"
     )
+    if found.best_slower >= 1:
+        text = (
+            f"with {args.spot:g} interruptions a day training does not get on: a checkpoint takes "
+            f"{found.checkpoint_s:.1f} s, and at every interval more than all of the time is lost"
+        )
+    elif found.slower >= 1:
+        text = (
+            f"with {args.spot:g} interruptions a day and a checkpoint of {found.checkpoint_s:.1f} s every "
+            f"{found.interval_s:.0f} s training does not get on: more than all of the time is lost; the best interval "
+            f"is {found.best_interval_s:.0f} s ({found.best_slower:.1%} lost)"
+        )
     return {**vars(found), "text": text}

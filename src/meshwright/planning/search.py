@@ -23,6 +23,7 @@ from meshwright.planning.bounds import (
     layer_kinds,
     needed_layers,
 )
+from meshwright.planning.constraints import not_searched
 from meshwright.planning.least_memory import least_memory, nearest
 from meshwright.planning.memory import does_fit, memory_of
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features
@@ -137,6 +138,9 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
 
 def no_degrees(question: Question) -> str:
     """Why there is nothing to search, and what to change."""
+    outside = not_searched(question.constraints)
+    if outside is not None:
+        return outside
     given = ", ".join(map(str, question.constraints))
     gpus, batch = question.cluster.gpus, question.global_batch
     if given:
