@@ -104,7 +104,7 @@ class Strategy:
             shards = "" if self.shard in (1, self.dp) else f" and divide or be divisible by shard={self.shard}"
             raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {listed(self.expert_degrees)}")
         for key, choices in CHOICES.items():
-            _check_choice(key, getattr(self, key), choices)
+            check_choice(key, getattr(self, key), choices)
         for key, axis in (("schedule", "pp"), ("layers", "pp"), ("cp_method", "cp")):
             if getattr(self, axis) == 1 and getattr(self, key) != getattr(Strategy, key):
                 raise ConfigError(f"{key}={getattr(self, key)} says how {axis} works; add {axis}=2, or drop it")
@@ -347,7 +347,7 @@ def _number(text: str, key: str, value: str) -> int:
     return int(value)
 
 
-def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise unless the value is one of some words; a choice that ends in `:N` takes a number after it."""
     kind, colon, rest = value.partition(":")
     if "N+N" in choices and all(size.isdecimal() and int(size) > 0 for size in value.split("+")):

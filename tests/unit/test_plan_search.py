@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from meshwright.cluster.cluster import Cluster, of_chip, parse_cluster
 from meshwright.errors import UserError
 from meshwright.models.presets import preset
 from meshwright.models.spec import ModelSpec
+from meshwright.planning.answer import plan
 from meshwright.planning.changes import cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.families import family_of
@@ -21,7 +23,7 @@ from meshwright.planning.memory import memory_of
 from meshwright.planning.question import Candidate, Question, estimate
 from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
-from meshwright.planning.space import Space
+from meshwright.planning.space import Space, allowed
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
 
@@ -73,6 +75,7 @@ def with_offload(question: Question, offload: str) -> Iterator[Candidate]:
                             expert_tp=degrees.tp, zero=zero, shard=shard, sp=sp, schedule=schedule,
                             layers=split, cp_method=method, recompute=recompute, offload=offload,
                         )  # fmt: skip
+                        layout.strategy().check(question.spec, question.cluster.gpus, question.sequence_length)
                         scenario = question.scenario(layout, degrees.micro_batch)
                         memory = memory_of(scenario)
                         if memory.verdict == "fits":
@@ -152,6 +155,53 @@ def test_every_found_strategy_is_legal_for_the_trainer() -> None:
             one.strategy.check(spec, question.cluster.gpus, 4096)
             assert Strategy.parse(str(one.strategy), question.cluster.gpus) == one.strategy
             one.strategy.micro_steps(question.global_batch, one.micro_batch)
+
+
+def test_all_that_is_shown_is_legal_and_meets_the_constraints() -> None:
+    """Many questions, drawn at random."""
+    draw = random.Random(7)
+    words = ("", "", "recompute=first", "schedule=interleaved", "offload=parameters", "replicate>=2", "zero=3", "cp>=2")
+    answered = 0
+    for _ in range(60):
+        model = draw.choice(("tiny-moe", "llama2-7b", "llama3.2-1b", "qwen2.5-7b", "gpt2"))
+        cluster = draw.choice(("128xmi250x", "11x7xh200", "8xh100", "1xh100", "6xa100", "32xa100"))
+        length, batch = draw.choice((1024, 8192, 32768)), draw.choice((1, 2, 12, 64, 77 * 32))
+        word = draw.choice(words)
+        try:
+            made = plan(model, cluster, sequence_length=length, global_batch=batch, constraints=word)
+        except UserError:
+            continue
+        answered += 1
+        for one in (*made.candidates, made.shown):
+            one.strategy.check(made.question.spec, made.question.cluster.gpus, length)
+            one.strategy.micro_steps(batch, one.micro_batch)
+            told = f"{model} on {cluster}, {length}, {batch}, {word}: {one.strategy}"
+            assert allowed(made.question, Layout.of(one.strategy)), told
+            assert made.question.allows(micro_batch=one.micro_batch), told
+    assert answered > 20
+
+
+def test_a_method_that_the_heads_do_not_allow_is_not_searched() -> None:
+    made = plan("llama2-7b", "128xmi250x", sequence_length=32768, global_batch=2, compare=False)
+    made.shown.strategy.check(made.question.spec, 128, 32768)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "batch", "words"),
+    [
+        ("1xh100", 8, "zero=3"),
+        ("8xh100", 1, "zero=3 tp=8"),
+        ("1xh100", 8, "schedule=interleaved"),
+        ("1xh100", 8, "offload=parameters"),
+        ("1xh100", 8, "replicate>=2"),
+    ],
+)
+@pytest.mark.parametrize("objective", ["throughput", "memory", "fewest-gpus"])
+def test_constraints_that_leave_degrees_but_no_strategy_are_told(
+    cluster: str, batch: int, words: str, objective: str
+) -> None:
+    with pytest.raises(UserError, match="no strategy for"):
+        plan("llama3.1-8b", cluster, global_batch=batch, constraints=words, objective=objective)
 
 
 def question_factor(cluster: str) -> int:

@@ -156,3 +156,8 @@ def test_the_planner_is_asked_where_the_nearest_would_not_fit(tmp_path: Path) ->
 def test_what_no_rank_can_share_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         plan_ranks(configured(tmp_path, "parallel.strategy=zero=3", "train.micro_batch=16"), 2, 2)
+
+
+def test_constraints_that_one_rank_cannot_meet_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="zero=3"):
+        plan_run(configured(tmp_path, "parallel.strategy=auto zero=3"), 1)

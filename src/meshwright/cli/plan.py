@@ -40,7 +40,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
     )
     parser.add_argument("--strategy", metavar="STRATEGY", help="estimate this one instead of searching")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="with --strategy: samples of a forward pass")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: the best)")
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole training, such as 1e12 or 2T: days and cost")
     parser.add_argument("--price", type=float, metavar="X", help="money for a chip and hour")
     parser.add_argument("--ask", choices=ASKED, help="an inverse question: what is the most that fits")
@@ -92,12 +92,22 @@ def run(args: argparse.Namespace) -> int:
         return _calibrate()
     if args.cluster is None:
         raise UserError("--cluster is missing; write a number of chips (64xh100), a cluster file, or here")
+    if args.strategy is not None and args.ask is not None:
+        raise UserError(
+            f"--ask {args.ask} searches, and --strategy is one; write what must hold as constraints instead"
+        )
     if args.model is None and args.ask != "largest-model":
         raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
     if args.out is not None and args.emit is None:
         raise UserError("--out says where --emit writes; add --emit run")
     if args.interval is not None and args.spot is None:
         raise UserError("--interval says how often to save under interruptions; add --spot N")
+    if args.spot is not None and not 0 < args.spot <= 86_400:
+        raise UserError(f"--spot={args.spot} is not a number of interruptions a day; give one above 0, up to 86400")
+    if args.interval is not None and not 1e-3 <= args.interval <= 1e9:
+        raise UserError(f"--interval={args.interval} is not a number of seconds between checkpoints; give one above 0")
+    _check_writable("--html", args.html)
+    _check_writable("--out", args.out)
     if args.try_limit is not None and (args.try_out is None or args.try_limit <= 0):
         raise UserError("--try-limit is a number of seconds above 0 for each candidate of --try; add --try K")
     if args.try_out is not None and args.cluster != HERE:
@@ -107,12 +117,12 @@ def run(args: argparse.Namespace) -> int:
         )
     cluster = parse_cluster(args.cluster)
     if args.price is not None:
-        if args.price <= 0:
-            raise UserError(f"--price={args.price} must be above 0")
+        if not 0 < args.price < 1e9:
+            raise UserError(f"--price={args.price} is not money for a chip and hour; give a number above 0")
         cluster = cluster.with_price(args.price)
     asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
     made = plan(
-        args.model or "llama3.1-8b",
+        "llama3.1-8b" if args.model is None else args.model,
         cluster,
         sequence_length=args.seq_len,
         global_batch=args.global_batch,
@@ -128,8 +138,10 @@ def run(args: argparse.Namespace) -> int:
         made = _try(args, made)
     facts = made.as_json() if args.json else None
     said = []
+    answered = made.best is not None
     if args.ask is not None:
         answer = _inverse(args.ask, made)
+        answered = answer["answer"] is not None
         said.append(str(answer["text"]))
         if facts is not None:
             facts["asked"] = answer
@@ -148,19 +160,34 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from meshwright.planning.page import page
 
-        args.html.write_text(page(made), encoding="utf-8")
+        _write("--html", args.html, page(made))
         said.append(f"wrote {args.html}")
     if args.emit is not None and made.best is not None:
         from meshwright.planning.emit import run_file
 
         out = args.out or Path("run.toml")
-        out.write_text(run_file(made), encoding="utf-8")
+        _write("--out", out, run_file(made))
         said.append(f"wrote {out}; set data.path in it, then: meshwright train {out}")
     if facts is not None:
         print(json.dumps(facts, indent=2, allow_nan=False))
     else:
         _print(made, said)
-    return 0 if made.best is not None else 1
+    return 0 if answered else 1
+
+
+def _check_writable(option: str, path: Path | None) -> None:
+    """Raise a UserError where a file cannot be written, before the work is done."""
+    if path is not None and path.is_dir():
+        raise UserError(f"{option}={path} is a folder; name a file in it")
+    if path is not None and not path.parent.is_dir():
+        raise UserError(f"{option}={path}: there is no folder {path.parent}; make it first")
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option}={path} cannot be written: {error.strerror}") from None
 
 
 def _try(args: argparse.Namespace, made: Plan) -> Plan:
@@ -197,7 +224,7 @@ def _print(made: Plan, said: list[str]) -> None:
     console = Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", _PLAIN_WIDTH)))
     show(made, console)
     for line in said:
-        console.print(f"\n{line}", highlight=False, soft_wrap=True)
+        console.print(f"\n{line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _tokens(text: str | None) -> float | None:
@@ -219,11 +246,13 @@ def _inverse(ask: str, made: Plan) -> dict[str, object]:
 
     question = made.question
     if ask == "fewest-gpus":
+        if made.best is None:
+            return {"question": ask, "answer": None, "text": f"{ask}: nothing fits on {question.cluster}"}
         gpus = question.cluster.gpus
         return {
             "question": ask,
             "answer": gpus,
-            "text": f"fewest GPUs on which it fits: {gpus} ({made.shown.strategy})",
+            "text": f"fewest GPUs on which it fits: {gpus} ({made.best.strategy})",
         }
     found: tuple[object, object] | None
     if ask == "longest-sequence":
@@ -237,11 +266,13 @@ def _inverse(ask: str, made: Plan) -> dict[str, object]:
     value, candidate = found
     words = ask.replace("-", " ")
     strategy = candidate.strategy
+    bounded = ask == "longest-sequence" and value == question.spec.max_position_embeddings
+    limit = "; the model has no more positions" if bounded else ""
     return {
         "question": ask,
         "answer": value,
         "strategy": str(strategy),
-        "text": f"{words} that fits: {value} ({strategy})",
+        "text": f"{words} that fits: {value} ({strategy}){limit}",
     }
 
 
@@ -249,8 +280,6 @@ def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:
     """What interruptions cost."""
     from meshwright.planning.inverse import spot
 
-    if args.spot <= 0 or (args.interval is not None and args.interval <= 0):
-        raise UserError("--spot and --interval must be above 0")
     assert made.best is not None
     found = spot(made.best, args.spot, args.interval)
     text = (
@@ -258,4 +287,15 @@ def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:
         f"{found.interval_s:.0f} s, {found.slower:.1%} of the time is lost; the best interval is "
         f"{found.best_interval_s:.0f} s ({found.best_slower:.1%} lost)"
     )
+    if found.best_slower >= 1:
+        text = (
+            f"with {args.spot:g} interruptions a day training does not get on: a checkpoint takes "
+            f"{found.checkpoint_s:.1f} s, and at every interval more than all of the time is lost"
+        )
+    elif found.slower >= 1:
+        text = (
+            f"with {args.spot:g} interruptions a day and a checkpoint of {found.checkpoint_s:.1f} s every "
+            f"{found.interval_s:.0f} s training does not get on: more than all of the time is lost; the best interval "
+            f"is {found.best_interval_s:.0f} s ({found.best_slower:.1%} lost)"
+        )
     return {**vars(found), "text": text}

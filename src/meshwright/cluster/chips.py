@@ -12,6 +12,7 @@ from typing import Any
 from meshwright.errors import UserError, nearest
 
 MIB = 1 << 20
+DTYPES = ("bf16", "fp16", "float32", "float64", "fp8", "fp4")
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ def make_chip(key: str, facts: Mapping[str, Any]) -> Chip:
     if not isinstance(tflops, Mapping) or not tflops:
         raise UserError(f"chip '{key}': tflops must be a table of dtypes, such as {{ bf16 = 989 }}")
     for dtype, peak in tflops.items():
+        if dtype not in DTYPES:
+            raise UserError(
+                f"chip '{key}': tflops has an unknown dtype '{dtype}'{nearest(str(dtype), DTYPES)}; "
+                f"known: {', '.join(DTYPES)}"
+            )
         check_positive(f"chip '{key}'", f"tflops.{dtype}", peak)
     return Chip(key=key, **{**values, "aliases": tuple(values["aliases"]), "tflops": dict(tflops)})
 

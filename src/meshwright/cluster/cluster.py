@@ -18,6 +18,7 @@ from meshwright.cluster.chips import Chip, check_positive, chips, find_chip, mak
 from meshwright.errors import UserError, nearest
 
 HERE = "here"
+MOST_CHIPS = 1_000_000
 CORES = "this machine's CPU cores"
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.\- ]*)")
 _FILE_KEYS = ("chip", "nodes", "gpus_per_node", "nic", "link", "domain", "price", "host_gib", "reserve_gib")
@@ -126,6 +127,8 @@ def _parse(text: str) -> Cluster:
         )
     nodes, count, name = match.groups()
     chip = find_chip(name)
+    if max(len(count), len(nodes or "")) > len(str(MOST_CHIPS)) or int(count) * int(nodes or 1) > MOST_CHIPS:
+        raise UserError(f"--cluster={text[:60]} has more than {MOST_CHIPS:,} chips, which is more than is planned for")
     if int(count) < 1 or (nodes is not None and int(nodes) < 1):
         raise UserError(f"--cluster={text} has no chips; use at least 1x{chip.key}")
     if nodes is None:
@@ -157,6 +160,8 @@ def read_cluster(path: Path) -> Cluster:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"--cluster={path}: there is no such file; docs/plan.md shows one") from None
+    except OSError as error:
+        raise UserError(f"--cluster={path} cannot be read: {error.strerror}; docs/plan.md shows such a file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--cluster={path} is not readable as TOML: {error}") from None
     if "group" not in table:
@@ -192,6 +197,10 @@ def _of_table(path: Path, where: str, table: dict[str, Any]) -> Cluster:
         if key in table:
             check_positive(where, key, table[key])
             values[key] = table[key]
+    if not isinstance(values.get("domain", 1), int):
+        raise UserError(f"{where}: domain={values['domain']!r} must be a whole number")
+    if node * table["nodes"] > MOST_CHIPS:
+        raise UserError(f"{where}: {node} x {table['nodes']} chips; more than {MOST_CHIPS:,} are not planned for")
     reserve = table.get("reserve_gib", 0.0)
     if not isinstance(reserve, int | float) or not 0 <= reserve < chip.memory_mib / 1024:
         raise UserError(

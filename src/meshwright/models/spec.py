@@ -84,7 +84,7 @@ class ModelSpec(_Facts):
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     """Width of the dense feed-forward."""
-    num_hidden_layers: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0, le=10_000)
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
     """Fewer than num_attention_heads is grouped-query attention."""

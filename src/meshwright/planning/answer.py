@@ -25,7 +25,7 @@ from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space, allowed
 from meshwright.planning.state_memory import GIB
-from meshwright.strategy import Strategy
+from meshwright.strategy import AUTO, Strategy
 
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried
@@ -220,6 +220,8 @@ def read_model(model: str | ModelSpec) -> tuple[str, ModelSpec]:
     """A model's name and shape: a preset, a Hugging Face folder or config.json, a spec."""
     if isinstance(model, ModelSpec):
         return "spec", model
+    if not model.strip():
+        raise UserError("--model is empty; give a preset (`meshwright models` lists them), a folder or a config.json")
     path = Path(model)
     if path.is_dir():
         return model, read_spec(path)
@@ -254,11 +256,16 @@ def plan(
     """
     name, spec = read_model(model)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    length = sequence_length or min(spec.max_position_embeddings, 4096)
-    if length < 1 or (global_batch is not None and global_batch < 1):
-        raise UserError("sequence length and global batch must be whole numbers from 1")
+    length = min(spec.max_position_embeddings, 4096) if sequence_length is None else sequence_length
+    if any(size is not None and size < 1 for size in (length, global_batch, micro_batch)):
+        raise UserError("sequence length, global batch and micro-batch must be whole numbers from 1")
     batch = global_batch or default_batch(length, machines.gpus)
     texts = [constraints] if isinstance(constraints, str) else list(constraints)
+    if strategy is not None and strategy.split()[:1] in ([], [AUTO]):
+        # As in a run file: what follows are constraints.
+        texts, strategy = [*texts, *strategy.split()[1:]], None
+    if strategy is None and micro_batch is not None:
+        texts.append(f"micro_batch={micro_batch}")
     learned = learned_of(machines)
     asked = [
         Question(
@@ -278,7 +285,7 @@ def plan(
     if strategy is not None:
         return _of_one(question, name, strategy, micro_batch, tokens)
     if objective == "fewest-gpus":
-        question = replace(question, cluster=fewest_gpus(question))
+        question = replace(question, cluster=fewest_gpus(question) or question.cluster)
     by = objective if objective in ("memory", "cost") else "throughput"
     answers = [_answer(replace(one, cluster=question.cluster), objective, by) for one in asked]
     # Where several precisions are as good, the first of them.
@@ -373,6 +380,16 @@ def _of_one(question: Question, name: str, text: str, micro_batch: int | None, t
     strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
     micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
     size = micro_batch or question.global_batch // strategy.all_shares // micro_steps
+    layout = Layout.of(strategy)
+    violated = [
+        str(one)
+        for one in question.constraints
+        if not (allowed(replace(question, constraints=(one,)), layout) and one.holds({"micro_batch": size}))
+    ]
+    if violated:
+        raise UserError(
+            f"--strategy '{text}' with micro-batch {size} does not meet {', '.join(violated)}; drop one of them"
+        )
     candidate = in_full(question, estimate(question, strategy, size))
     change = None if candidate.fits else cheapest_change(question, candidate)
     runner = (
@@ -395,7 +412,13 @@ def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
             runners.append(Runner(family, candidate, None, loss(best, candidate)))
             continue
         failing = _smallest(asked)
-        if failing is not None:
+        if failing is not None and failing.fits:
+            # What the constraints leave is not among the plain ones.
+            candidate = _searched(asked)
+            if candidate is not None:
+                candidate = in_full(question, candidate)
+                runners.append(Runner(family, candidate, None, loss(best, candidate)))
+        elif failing is not None:
             failing = in_full(question, failing)
             peak = failing.memory.peak / GIB
             reason = f"does not fit: {peak:.1f} of {failing.memory.capacity / GIB:.1f} GiB"
@@ -404,11 +427,18 @@ def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
 
 
 def _smallest(question: Question) -> Candidate | None:
-    """The failing member of a family that is nearest to fitting without recompute."""
-    extra = parse_constraints(["recompute=none", "offload=none"])
-    asked = replace(question, constraints=(*question.constraints, *extra))
+    """The member of a family that is nearest to fitting, without recompute and host memory where they may be so."""
+    words = [f"{key}=none" for key in ("recompute", "offload") if question.allows(**{key: "none"})]
+    asked = replace(question, constraints=(*question.constraints, *parse_constraints(words)))
     space = Space(asked)
     return nearest(asked, space, in_order(space)[:LOOKED_AT])
+
+
+def _searched(question: Question) -> Candidate | None:
+    try:
+        return search(question).best
+    except UserError:
+        return None
 
 
 def loss(best: Candidate, other: Candidate) -> str:
@@ -448,23 +478,22 @@ def _fewer(question: Question, best: Candidate) -> tuple[Candidate, ...]:
     return tuple(found)
 
 
-def fewest_gpus(question: Question) -> Cluster:
-    """The smallest part of the cluster on which something fits."""
+def fewest_gpus(question: Question) -> Cluster | None:
+    """The smallest part of the cluster on which something fits: of one machine any part, else whole machines."""
     node, gpus = question.cluster.node, question.cluster.gpus
-    counts = sorted(
-        {*(1 << power for power in range(gpus.bit_length()) if 1 << power <= gpus), *range(node, gpus + 1, node)}
-    )
-    low, high = -1, len(counts) - 1
 
     def fits(count: int) -> bool:
         asked = replace(question, cluster=question.cluster.with_gpus(count))
-        try:
-            return search(asked).best is not None
-        except UserError:
-            return False
+        quick = None if asked.cluster.groups else plain_best(asked)
+        return quick is not None or _searched(asked) is not None
 
-    if not fits(counts[high]):
-        return question.cluster
+    for count in range(1, min(node, gpus) + 1):
+        if fits(count):
+            return question.cluster.with_gpus(count)
+    counts = [*range(2 * node, gpus, node), gpus]
+    low, high = -1, len(counts) - 1
+    if gpus <= node or not fits(gpus):
+        return None
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(counts[middle]) else (middle, high)

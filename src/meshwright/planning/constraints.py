@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.errors import UserError, nearest
+from meshwright.errors import ConfigError, UserError, nearest
+from meshwright.strategy import CHOICES, check_choice
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep", "zero", "micro_batch")
 WORDS = ("schedule", "layers", "cp_method", "recompute", "offload", "sp", "shares")
@@ -57,12 +58,52 @@ def parse_constraints(texts: Iterable[str]) -> tuple[Constraint, ...]:
         elif key in WORDS:
             if sign not in ("=", "!="):
                 raise UserError(f"constraint '{word}': {key} is a word; use {key}=... or {key}!=...")
+            _check_word(word, key, value)
             found.append(Constraint(key, sign, value))
         else:
             known = NUMBERS + WORDS
             raise UserError(f"constraint '{word}': unknown key '{key}'{nearest(key, known)}; known: {', '.join(known)}")
     _check_together(found)
     return tuple(found)
+
+
+def _check_word(word: str, key: str, value: str) -> None:
+    """Raise a UserError unless a strategy can have that word, or the part of it before a number."""
+    choices = CHOICES.get(key, ("on", "off"))
+    if value in {choice.partition(":")[0] for choice in choices if choice != "N+N"}:
+        return
+    try:
+        if key in CHOICES:
+            check_choice(key, value, choices)
+            return
+    except ConfigError:
+        pass
+    raise UserError(
+        f"constraint '{word}': unknown word '{value}'{nearest(value, choices)}; known: {', '.join(choices)}"
+    )
+
+
+def not_searched(constraints: Iterable[Constraint]) -> str | None:
+    """Which of them asks for what strategies can have and no search looks at."""
+    for one in constraints:
+        if one.sign != "=":
+            continue
+        kind, _, count = str(one.value).partition(":")
+        reason = {
+            ("schedule", "gpipe"): "1f1b takes as long and holds less",
+            ("layers", "balanced"): "the search has its own splits, as N+N",
+        }.get((one.key, kind))
+        if one.key == "schedule" and kind == "interleaved" and count not in ("", "2", "4", "8"):
+            reason = "of interleaved those with 2, 4 and 8 stages a rank are"
+        if one.key == "recompute" and kind == "first" and count:
+            reason = "recompute=first stands for the least N that fits"
+        if one.key == "cp_method" and count:
+            reason = "ring and ulysses are"
+        if one.key == "cp" and isinstance(one.value, int) and one.value & (one.value - 1):
+            reason = "powers of two are"
+        if reason is not None:
+            return f"constraint {one} is not searched: {reason}; estimate it with --strategy, or drop it"
+    return None
 
 
 def _check_together(constraints: list[Constraint]) -> None:

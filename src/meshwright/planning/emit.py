@@ -9,6 +9,7 @@ import tomli_w
 from meshwright.errors import UserError
 from meshwright.models.presets import presets
 from meshwright.planning.answer import Plan
+from meshwright.planning.explain import beyond_positions
 from meshwright.planning.group_words import placed
 
 
@@ -19,6 +20,9 @@ def run_table(plan: Plan, data: str | None = None) -> dict[str, Any]:
         raise UserError("nothing fits, so there is no run to write; meshwright plan says what comes nearest")
     question = plan.question
     question.spec.check_buildable()
+    beyond = beyond_positions(question)
+    if beyond is not None:
+        raise UserError(f"--emit run: {beyond}")
     name = plan.model.lower().replace("_", "-")
     model: dict[str, Any] = {"preset": name} if name in presets() else {"spec": _spec(plan)}
     steps = 1000

@@ -9,7 +9,7 @@ from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
 from meshwright.planning.group_words import stage_chips, ways
 from meshwright.planning.memory import FITS, Terms
-from meshwright.planning.question import Candidate
+from meshwright.planning.question import Candidate, Question
 from meshwright.planning.state_memory import GIB
 
 if TYPE_CHECKING:
@@ -62,6 +62,17 @@ def model_states(plan: Plan) -> str:
     )
 
 
+def beyond_positions(question: Question) -> str | None:
+    """Why the trainer refuses the sequence length, if it does."""
+    length, positions = question.sequence_length, question.spec.max_position_embeddings
+    if length <= positions:
+        return None
+    return (
+        f"sequences of {length} are longer than the model's {positions} positions, and the trainer refuses them; "
+        f"use --seq-len {positions} or less, or a config.json with more max_position_embeddings"
+    )
+
+
 def _tried(tried: Sequence[Tried]) -> str:
     """What came of running candidates here."""
     ran = sorted((one for one in tried if one.step_s is not None), key=lambda one: one.step_s or 0.0)
@@ -76,7 +87,8 @@ def _tried(tried: Sequence[Tried]) -> str:
 
 def explain(plan: Plan) -> list[str]:
     """Sentences, the most important first."""
-    lines = [model_states(plan)]
+    beyond = beyond_positions(plan.question)
+    lines = [model_states(plan), *([f"warning: {beyond}"] if beyond is not None else [])]
     best = plan.best
     if best is None:
         return lines + _nothing_fits(plan)

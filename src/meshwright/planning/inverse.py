@@ -28,7 +28,8 @@ def fits(question: Question) -> Candidate | None:
 
 
 def longest_sequence(question: Question) -> tuple[int, Candidate] | None:
-    """The longest sequence, a multiple of 1024, at the same number of tokens a step where the batch allows it."""
+    """The longest sequence, a multiple of 1024 up to the model's positions, at the same number of tokens a step where
+    the batch allows it."""
     tokens = question.global_batch * question.sequence_length
 
     def at(length: int) -> Candidate | None:
@@ -38,18 +39,21 @@ def longest_sequence(question: Question) -> tuple[int, Candidate] | None:
         batch = batch // gpus * gpus if batch >= gpus else 1 << (batch.bit_length() - 1)
         return fits(replace(question, sequence_length=length, global_batch=batch))
 
-    return _largest(at, 1024, 1 << 22)
+    positions = question.spec.max_position_embeddings
+    return _largest(at, min(1024, positions), positions)
 
 
 def largest_micro_batch(question: Question) -> tuple[int, Candidate] | None:
     """The largest micro-batch (a power of two) with which something fits."""
     best: tuple[int, Candidate] | None = None
-    for power in range(6):
-        size = 1 << power
+    size = 1
+    while size <= question.shared:
         asked = replace(question, constraints=(*question.constraints, Constraint("micro_batch", "=", size)))
         found = fits(asked)
-        if found is not None:
-            best = size, found
+        if found is None and best is not None:
+            break
+        best = best if found is None else (size, found)
+        size *= 2
     return best
 
 

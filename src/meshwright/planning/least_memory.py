@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from meshwright.planning.memory import memory_of
 from meshwright.planning.question import Candidate, Found, Question, estimate
+from meshwright.planning.scenario import Layout
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Parts
 
@@ -17,11 +18,7 @@ def least_memory(question: Question, space: Space, pending: Sequence[Degrees], k
     sized = [
         (memory_of(question.scenario(layout, degrees.micro_batch), quick=True).peak, index, layout, degrees)
         for index, (degrees, layout) in enumerate(
-            (degrees, layout)
-            for degrees in pending
-            for zero in space.zero_stages(degrees, offload)
-            for layout in space.smallest(degrees, offload, zero)
-            if allowed(question, layout)
+            (degrees, layout) for degrees in pending for layout in leanest(question, space, degrees, offload)
         )
     ]
     found = []
@@ -32,19 +29,36 @@ def least_memory(question: Question, space: Space, pending: Sequence[Degrees], k
     return Found(fitting[0] if fitting else None, fitting, nearest, len(sized), 0)
 
 
-def nearest(question: Question, space: Space, pending: Sequence[Degrees]) -> Candidate | None:
-    """Where nothing fits, what needs the least memory."""
-    found: Candidate | None = None
-    offload = next((one for one in ("parameters", "optimizer", "none") if question.allows(offload=one)), "none")
-    for degrees in pending:
-        for zero in space.zero_stages(degrees, offload) or space.zero_stages(degrees, "none"):
+def leanest(question: Question, space: Space, degrees: Degrees, offload: str) -> Iterator[Layout]:
+    """What holds the least with each ZeRO stage, of what the constraints allow: both layer splits."""
+    for zero in space.zero_stages(degrees, offload):
+        states = [one for one in space.states(degrees) if one[0] == zero]
+        schedules = space.schedules(degrees, zero)
+        if not states or not schedules:
+            continue
+        _, shard, method = max(states, key=lambda one: one[1])
+        for layers in space.splits(degrees.pp, schedules[0]):
             layout = replace(
                 plain(degrees),
                 zero=zero,
-                shard=degrees.dp if zero else 1,
-                offload=offload if space.zero_stages(degrees, offload) else "none",
+                shard=shard,
+                cp_method=method,
+                schedule=schedules[0],
+                layers=layers,
+                offload=offload,
                 recompute=most_recompute(question),
             )
+            if allowed(question, layout):
+                yield layout
+
+
+def nearest(question: Question, space: Space, pending: Sequence[Degrees]) -> Candidate | None:
+    """Where nothing fits, what needs the least memory of all that meets the constraints."""
+    found: Candidate | None = None
+    offloads = [one for one in ("parameters", "optimizer", "none") if question.allows(offload=one)]
+    for degrees in pending:
+        own = next((one for one in offloads if space.zero_stages(degrees, one)), None)
+        for layout in leanest(question, space, degrees, own) if own is not None else ():
             scenario = question.scenario(layout, degrees.micro_batch)
             memory = memory_of(scenario, quick=True)
             if found is None or memory.peak < found.memory.peak:

@@ -23,6 +23,7 @@ from meshwright.planning.bounds import (
     layer_kinds,
     needed_layers,
 )
+from meshwright.planning.constraints import not_searched
 from meshwright.planning.least_memory import least_memory, nearest
 from meshwright.planning.memory import does_fit, memory_of
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features
@@ -54,7 +55,7 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     if not pending:
         raise UserError(no_degrees(question))
     if objective == "memory":
-        return least_memory(question, space, pending, keep)
+        return _known_to_exist(question, least_memory(question, space, pending, keep))
     found: list[Candidate] = []
     estimated = bounded = 0
     # A little more than what is known to be possible, so that it is found again.
@@ -82,10 +83,17 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
                 best = min(best, candidate.score(objective)[0])
     found.sort(key=lambda one: one.score(objective))
     closest = None if found else nearest(question, space, pending)
-    if closest is not None and closest.fits and question.constraints:
-        # Memory is not what keeps it from being taken.
+    return _known_to_exist(question, Found(found[0] if found else None, found[:keep], closest, estimated, bounded))
+
+
+def _known_to_exist(question: Question, found: Found) -> Found:
+    """What was found; a UserError where it is the constraints, and not memory, that leave nothing."""
+    closest = found.nearest
+    nothing = found.best is None and (closest is None or (closest.fits and bool(question.constraints)))
+    # What was run here before is not searched again, and can be all that there is.
+    if nothing and not question.left_out:
         raise UserError(no_degrees(question))
-    return Found(found[0] if found else None, found[:keep], closest, estimated, bounded)
+    return found
 
 
 def plain_best(question: Question, most: int = 1 << 30) -> Candidate | None:
@@ -130,6 +138,9 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
 
 def no_degrees(question: Question) -> str:
     """Why there is nothing to search, and what to change."""
+    outside = not_searched(question.constraints)
+    if outside is not None:
+        return outside
     given = ", ".join(map(str, question.constraints))
     gpus, batch = question.cluster.gpus, question.global_batch
     if given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -25,8 +26,8 @@ def show(plan: Plan, console: Console) -> None:
     """All of it."""
     question = plan.question
     console.print(
-        f"[bold]{plan.model}[/] on [bold]{question.cluster}[/], sequences of {question.sequence_length}, "
-        f"global batch {question.global_batch}, {question.precision} ({origin(question)})\n"
+        f"[bold]{escape(plan.model)}[/] on [bold]{escape(str(question.cluster))}[/], sequences of {question.sequence_length}, "
+        f"global batch {question.global_batch}, {question.precision} ({escape(origin(question))})\n"
     )
     console.print(table_of(plan))
     if plan.tried:
@@ -40,10 +41,10 @@ def show(plan: Plan, console: Console) -> None:
             console.print()
             console.print(drawn)
         console.print()
-        console.print(placement(plan.best), highlight=False)
+        console.print(placement(plan.best), highlight=False, markup=False)
     console.print()
     for line in explain(plan):
-        console.print(f"  - {line}", highlight=False, soft_wrap=True)
+        console.print(f"  - {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def table_of(plan: Plan) -> Table:
@@ -92,7 +93,7 @@ def tried_table(plan: Plan) -> Table:
         row.append(f"{candidate.memory.peak / GIB:.2f}")
         row.append("" if one.peak is None else f"{one.peak / GIB:.2f}")
         chosen = "measured best" if plan.best is not None and candidate.same_choice(plan.best) else ""
-        table.add_row(*row, one.failure or chosen)
+        table.add_row(*row, escape(one.failure) if one.failure else chosen)
     return table
 
 

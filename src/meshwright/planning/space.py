@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.memory import does_fit
@@ -52,6 +53,7 @@ class Space:
         self._holds: dict[tuple[Degrees, str, int], bool] = {}
         self._timers: dict[Degrees, Timer] = {}
         self._operations: Operations | None = None
+        self._legal: dict[Layout, bool] = {}
 
     def degrees(self) -> Iterator[Degrees]:
         """Degrees and micro-batches that fill the cluster and divide the batch."""
@@ -80,9 +82,22 @@ class Space:
                     if question.shared % dp or not question.allows(dp=dp):
                         continue
                     for ep in self._expert_degrees(dp):
+                        if not self.legal(Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, expert_tp=tp, sp=sequence)):
+                            continue
                         for micro_batch in self._micro_batches(question.shared // dp, cp):
                             if question.allows(ep=ep, micro_batch=micro_batch):
                                 yield Degrees(tp, pp, cp, dp, ep, micro_batch, sequence)
+
+    def legal(self, layout: Layout) -> bool:
+        """Whether the trainer would take it."""
+        if layout not in self._legal:
+            question = self.question
+            try:
+                layout.strategy().check(question.spec, question.cluster.gpus, question.sequence_length)
+                self._legal[layout] = True
+            except ConfigError:
+                self._legal[layout] = False
+        return self._legal[layout]
 
     def timer(self, degrees: Degrees) -> Timer:
         """A timer of the plain layout of degrees, to be had again by all that looks at them."""
@@ -106,8 +121,11 @@ class Space:
         if cp > 1:
             return [1]  # Who splits sequences has no room for several of them at once.
         most = max(MICRO_BATCH, PASS_TOKENS // self.question.sequence_length)
-        found = [1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most]
-        return found if share in found or share > most else [*found, share]
+        found = {1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most}
+        # One that is asked for need not be a power of two.
+        asked = [one.value for one in self.question.constraints if one.key == "micro_batch" and one.sign == "="]
+        found |= {size for size in asked if isinstance(size, int) and size > 0 and share % size == 0}
+        return sorted(found | ({share} if share <= most else set()))
 
     def _context_fits(self, cp: int, tp: int) -> bool:
         """Context parallel in powers of two, with at least 2048 tokens for each rank."""
@@ -127,7 +145,8 @@ class Space:
             for shard in self._shards(degrees, zero):
                 if question.allows(shard=shard, replicate=dp // shard):
                     for method in ("ring", "ulysses") if degrees.cp > 1 else ("ring",):
-                        if question.allows(cp_method=method):
+                        layout = replace(plain(degrees), cp_method=method)
+                        if question.allows(cp_method=method) and (method == "ring" or self.legal(layout)):
                             yield zero, shard, method
 
     def orders(self, degrees: Degrees, zero: int) -> Iterator[tuple[str, str]]:
@@ -237,5 +256,8 @@ def allowed(question: Question, layout: Layout) -> bool:
     """Whether a layout meets the constraints."""
     names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "replicate", "schedule", "layers", "recompute", "offload")
     return question.allows(
-        **{name: getattr(layout, name) for name in names}, cp_method=layout.cp_method, shares=layout.shares
+        **{name: getattr(layout, name) for name in names},
+        cp_method=layout.cp_method,
+        shares=layout.shares,
+        sp="on" if layout.sp and layout.tp > 1 else "off",
     )
