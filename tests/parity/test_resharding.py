@@ -116,7 +116,7 @@ def pairs(draw: Draw) -> tuple[Case, Case]:
     assume(first in found)
     one, *rest = found
     cases = [
-        Case(spec, str(strategy), strategy.world, micro_steps=2, batch=16, tokens=8, steps=2)
+        Case(spec, str(strategy), strategy.world, micro_steps=2, batch=2 * strategy.all_shares, tokens=8, steps=2)
         for strategy in (one, rest[0])
     ]
     return (cases[0], cases[1]) if draw(st.booleans()) else (cases[1], cases[0])
