@@ -26,8 +26,8 @@ def show(plan: Plan, console: Console) -> None:
     """All of it."""
     question = plan.question
     console.print(
-        f"[bold]{escape(plan.model)}[/] on [bold]{escape(str(question.cluster))}[/], sequences of {question.sequence_length}, "
-        f"global batch {question.global_batch}, {question.precision} ({escape(origin(question))})\n"
+        f"[bold]{escape(plan.model)}[/] on [bold]{escape(str(question.cluster))}[/], "
+        f"sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision} ({escape(origin(question))})\n"
     )
     console.print(table_of(plan))
     if plan.tried:
