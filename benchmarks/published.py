@@ -11,8 +11,10 @@ measured) / measured of a step's time and of the memory metric that the source r
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,7 +129,7 @@ def memory_summary(found: Iterable[Estimate]) -> dict[str, Any]:
 
 def _errors(errors: Sequence[float]) -> dict[str, Any]:
     if not errors:
-        return {"rows": 0}
+        return {"rows": 0} | dict.fromkeys(("median_abs_error", "mean_abs_error", "p90_abs_error", "bias"))
     absolute = [abs(error) for error in errors]
     return {
         "rows": len(errors),
@@ -167,7 +169,7 @@ def evaluate(path: Path, known: Constants) -> tuple[list[Estimate], list[dict[st
     for run in runs:
         try:
             found.append(estimate(run, known))
-        except (ValueError, ArithmeticError, AssertionError) as error:
+        except (ValueError, ArithmeticError, AssertionError, LookupError) as error:
             reason = f"cannot be estimated: {error}"
             skipped.append(
                 {"line": run.number, "source": run.groups()["source"], "complete": run.complete, "reason": reason}
@@ -307,7 +309,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--rows", action="store_true", help="print every row with its estimate")
     args = parser.parse_args()
-    found, skipped = evaluate(args.csv, constants())
+    try:
+        found, skipped = evaluate(args.csv, constants())
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        print(f"{args.csv} cannot be read as a table in UTF-8: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     result = report(found, skipped)
     if args.rows:
         for one in found:

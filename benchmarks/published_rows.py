@@ -69,6 +69,11 @@ GPT_VOCABULARY = 51200
 """Of Megatron's GPT models: GPT-2's tokens, padded."""
 
 
+MOST_RANKS = 1_000_000
+MOST = {"global_batch": 10_000_000, "seq_len": 100_000_000}
+"""Above these, numbers are no training run's."""
+
+
 class Skip(Exception):
     """A row that cannot be estimated, and why."""
 
@@ -130,7 +135,7 @@ def source_of(row: dict[str, str]) -> str:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Rows of a file with the columns of the published-runs table; unknown columns stay, missing ones are empty."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         return [{key: (value or "").strip() for key, value in row.items() if key} for row in csv.DictReader(file)]
 
 
@@ -140,10 +145,9 @@ def runs_of(path: Path, constants: Constants) -> tuple[list[Run], list[dict[str,
     for number, row in enumerate(read_rows(path), 2):
         try:
             runs.append(run_of(number, row, constants))
-        except Skip as reason:
-            skipped.append(
-                {"line": number, "source": source_of(row), "complete": is_complete(row), "reason": str(reason)}
-            )
+        except (Skip, ValueError, ArithmeticError) as error:
+            reason = str(error) if isinstance(error, Skip) else f"impossible numbers: {error}"
+            skipped.append({"line": number, "source": source_of(row), "complete": is_complete(row), "reason": reason})
     return runs, skipped
 
 
@@ -232,6 +236,8 @@ def _whole(row: dict[str, str], name: str, assumed: list[str] | None = None, oth
         return otherwise
     if value is None or value != int(value):
         raise Skip(f"{name} is {'not given' if not row.get(name) else repr(row[name])}")
+    if value > MOST.get(name, MOST_RANKS):
+        raise Skip(f"{name}={value:.0f} is impossible")
     return int(value)
 
 
@@ -350,7 +356,7 @@ def _precision(row: dict[str, str], assumed: list[str]) -> str:
 
 def _layout(row: dict[str, str], spec: ModelSpec, gpus: int, family: str, notes: str, assumed: list[str]) -> Layout:
     tp, pp, cp = (_whole(row, name) for name in ("tp", "pp", "cp"))
-    ep = int(_number(row.get("ep", "")) or 1)
+    ep = _whole(row, "ep", otherwise=1)
     if gpus % (tp * pp * cp):
         raise Skip(f"tp x pp x cp = {tp * pp * cp} does not divide {gpus} GPUs")
     dp = gpus // (tp * pp * cp)
@@ -365,6 +371,8 @@ def _layout(row: dict[str, str], spec: ModelSpec, gpus: int, family: str, notes:
     group = re.search(r"shard group (\d+)|shard within (\d+)-gpu|fsdp (\d+)\b", f"{zero_text} {notes}".lower())
     if group and zero:
         wanted = int(next(one for one in group.groups() if one))
+        if wanted < 1:
+            raise Skip(f"a shard group of {wanted} ranks")
         # Megatron and InternEvo count the ranks of a machine, tensor-parallel ones among them.
         wanted = max(1, wanted // tp) if "within" in group.group() else wanted
         shard = wanted if dp % wanted == 0 else dp
@@ -433,7 +441,7 @@ def _recompute(row: dict[str, str], assumed: list[str]) -> str:
 
 def _cluster(row: dict[str, str], gpus: int) -> Cluster:
     chip = _chip(row)
-    node = int(_number(row.get("gpus_per_node", "")) or chip.node)
+    node = _whole(row, "gpus_per_node", otherwise=chip.node)
     nic = _nic(row.get("interconnect", ""), node) or chip.nic
     domain = chip.domain if chip.domain > chip.node else node
     return Cluster(chip, gpus, min(node, gpus), min(domain, gpus), chip.link, nic)

@@ -161,6 +161,28 @@ def test_days_cost_and_interruptions() -> None:
     assert found["spot"]["best_slower"] <= found["spot"]["slower"] + 1e-9
 
 
+def test_the_page_and_the_terminal_say_all_that_json_says(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    asked = [*SMALL, "--tokens", "300B", "--price", "2", "--spot", "4", "--ask", "fewest-gpus", "--html", str(path)]
+    shown, written = plan(*asked).stdout, path.read_text()
+    for text in (shown, written):
+        assert "fewest GPUs on which it fits" in text
+        assert "interruptions a day" in text
+        assert re.search(r"initialisation \d.*forward and backward \d.*optimizer step \d.*checkpoint \d", text)
+    assert "<th>days</th><th>cost</th>" in written
+
+
+def test_every_pipeline_stage_has_its_margin_and_verdict() -> None:
+    found = as_json("--model", "llama3.1-70b", "--cluster", "8xh100", "--global-batch", "16", "--strategy",
+                    "dp=1 pp=8", "--micro-batch", "1", code=1)["candidates"][0]  # fmt: skip
+    stages = found["memory"]["by_stage"]
+    assert len(stages) == 8
+    for stage in stages:
+        assert stage["margin_gib"] == pytest.approx(stage["capacity_gib"] - stage["peak_gib"], abs=0.01)
+        assert (stage["verdict"] == "does not fit") >= (stage["margin_gib"] < -10)
+    assert stages[found["memory"]["fullest_stage"]]["verdict"] == found["verdict"]
+
+
 def test_constraints_are_kept() -> None:
     found = as_json("--model", "llama3.1-8b", "--cluster", "8xh100", "--global-batch", "64", "tp=4", "zero<=1")
     for candidate in found["candidates"]:

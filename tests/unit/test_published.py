@@ -68,6 +68,54 @@ def test_a_file_of_nonsense_is_skipped_and_never_crashes(tmp_path: Path) -> None
     assert found["skipped"]
 
 
+GOOD = {
+    "source": "one", "model": "dense", "n_layers": "8", "hidden": "1024", "n_heads": "8", "ffn_hidden": "4096",
+    "vocab": "32000", "seq_len": "2048", "gpu": "H100", "n_gpus": "8", "dp": "8", "tp": "1", "pp": "1", "cp": "1",
+    "micro_batch": "1", "global_batch": "64", "precision": "bf16", "zero_stage": "3", "step_time_s": "1",
+}  # fmt: skip
+NONSENSE = (
+    {"n_layers": "99999999"},
+    {"n_layers": "1e14"},
+    {"zero_stage": "3 shard group 0"},
+    {"ep": "0.5"},
+    {"n_gpus": "1e14"},
+    {"gpus_per_node": "0.5"},
+    {"hidden": "0.5"},
+    {"global_batch": "1e14", "pp": "8"},
+)
+
+
+def write_rows(path: Path, rows: list[dict[str, str]], encoding: str = "utf-8") -> Path:
+    with path.open("w", encoding=encoding, newline="") as file:
+        writer = csv.DictWriter(file, sorted({name for row in rows for name in row}))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_impossible_rows_are_skipped_with_their_reason(tmp_path: Path) -> None:
+    rows = [GOOD, *({**GOOD, **change} for change in NONSENSE)]
+    found = evaluate(write_rows(tmp_path / "rows.csv", rows, "utf-8-sig"), tmp_path / "out.json")
+    assert found["time"]["rows"] == 1
+    assert [one["line"] for one in found["skipped"]] == list(range(3, 3 + len(NONSENSE)))
+    assert all(one["reason"] for one in found["skipped"])
+    # What has no rows has no figures, under the same names.
+    assert found["memory"]["rows"] == 0
+    assert [found["memory"][name] for name in ("median_abs_error", "p90_abs_error", "bias")] == [None] * 3
+
+
+@pytest.mark.parametrize("content", [None, b"source,model\n\xff\xfe,x\n"])
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "rows.csv"
+    if content is not None:
+        path.write_bytes(content)
+    command = [sys.executable, str(ROOT / "benchmarks/published.py"), "--csv", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "cannot be read" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_constant_belongs_to_a_source_or_a_row() -> None:
     """What is fitted is named for chips, software and everything; nothing else."""
     sys.path.insert(0, str(ROOT / "benchmarks"))

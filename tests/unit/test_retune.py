@@ -12,6 +12,7 @@ from meshwright.planning.question import Question, estimate
 from meshwright.planning.retune import GAIN, LARGE, SMALL, Seen, as_seen, better
 from meshwright.planning.search import search
 from meshwright.strategy import Strategy
+from meshwright.training.retune import tried_before
 
 QUESTION = Question(preset("llama3.1-8b"), parse_cluster("16xh100"), 4096, 128)
 NOW = Strategy.parse("dp=16 zero=3", 16)
@@ -71,3 +72,9 @@ def test_the_best_stays() -> None:
     usual = seen()
     steady = Seen(best.step_s, [1e-3] * 16, usual.small_s, usual.large_s)
     assert better(QUESTION, best.strategy, best.micro_batch, steady, {}) is None
+
+
+@pytest.mark.parametrize("tried", [None, 3, "abc", [1], [["dp=2", 1]], [["dp=2", None, 1.0]], [["dp=2", 1, "nan"]], {}])
+def test_a_damaged_plan_has_tried_nothing(tried: object) -> None:
+    assert tried_before({"tried": tried}) == {}
+    assert tried_before({"tried": [["dp=2", 1, 0.5]]}) == {("dp=2", 1): 0.5}

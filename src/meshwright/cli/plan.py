@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         from meshwright.planning.page import page
 
-        _write("--html", args.html, page(made))
+        _write("--html", args.html, page(made, said))
         said.append(f"wrote {args.html}")
     if args.emit is not None and made.best is not None:
         from meshwright.planning.emit import run_file

@@ -179,6 +179,8 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
                 {
                     "peak_gib": round(terms.total / GIB, 3),
                     "capacity_gib": round(memory.room(rank) / GIB, 3),
+                    "margin_gib": round((memory.room(rank) - terms.total) / GIB, 3),
+                    "verdict": memory.verdict_of(rank),
                     "terms": terms_gib(terms),
                 }
                 for rank, terms in enumerate(memory.stages)

@@ -6,7 +6,7 @@ Torch's own count (allocated) is the sum of states, activations, logits and buff
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planning import blocks
 from meshwright.planning.blocks import Work
@@ -119,6 +119,10 @@ class Memory:
         if self.hard_share > 1 or self.host > self.host_capacity:
             return "does not fit"
         return "fits" if self.share <= FITS else "tight"
+
+    def verdict_of(self, rank: int) -> str:
+        """The same of one pipeline rank by itself."""
+        return replace(self, stages=(self.stages[rank],), capacity=self.room(rank), capacities=()).verdict
 
 
 def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, float, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
 from meshwright.planning.question import Candidate
-from meshwright.planning.show import placement, schedule_spans
+from meshwright.planning.show import peaks, placement, schedule_spans
 from meshwright.planning.state_memory import GIB
 
 COLOURS = ("#4878d0", "#6acc64", "#d65f5f", "#956cb4", "#8c613c", "#dc7ec0", "#797979", "#d5bb67", "#82c6e2", "#ee854a")
@@ -20,8 +21,8 @@ td:first-child,th:first-child{text-align:left;font-family:ui-monospace,monospace
 """
 
 
-def page(plan: Plan) -> str:
-    """The page."""
+def page(plan: Plan, said: Sequence[str] = ()) -> str:
+    """The page; with answers to other questions, if there were some."""
     question = plan.question
     title = f"{plan.model} on {question.cluster}"
     parts = [
@@ -30,6 +31,7 @@ def page(plan: Plan) -> str:
         f"{escape(origin(question))}.</p>",
         _table(plan),
         _tried(plan),
+        *(f"<p>{escape(line)}.</p>" for line in said),
     ]
     if plan.best is not None:
         best = plan.best
@@ -37,6 +39,7 @@ def page(plan: Plan) -> str:
         parts += [
             "<h2>Memory of the fullest rank</h2>",
             _bar({TERMS[name]: getattr(terms, name) / GIB for name in TERMS}, best.memory.capacity / GIB, "GiB"),
+            f"<p>{escape(peaks(best))}.</p>",
             "<h2>Memory by pipeline rank</h2>",
             *(
                 _bar(
@@ -76,8 +79,12 @@ def _table(plan: Plan) -> str:
             f"{one.tokens_per_s_per_gpu:,.0f}" if finite else "",
             f"{one.mfu:.1%}" if finite else "",
         ]
+        if plan.tokens is not None:
+            days, cost = (plan.days(one), plan.cost(one)) if finite else (None, None)
+            cells += [f"{days:,.1f}" if days is not None else "", f"{cost:,.0f}" if cost is not None else ""]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    names = ("strategy", "micro-batch", "verdict", "GiB", "s/step", "tokens/s/GPU", "MFU")
+    names = ["strategy", "micro-batch", "verdict", "GiB", "s/step", "tokens/s/GPU", "MFU"]
+    names += ["days", "cost"] if plan.tokens is not None else []
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>" + "".join(rows) + "</table>"
 
 

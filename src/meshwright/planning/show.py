@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.planning.answer import Plan, origin
+from meshwright.planning.answer import Plan, origin, peaks_gib
 from meshwright.planning.explain import PARTS, TERMS, explain
 from meshwright.planning.group_times import timer_on
 from meshwright.planning.group_words import placed
@@ -26,8 +26,9 @@ def show(plan: Plan, console: Console) -> None:
     """All of it."""
     question = plan.question
     console.print(
-        f"[bold]{escape(plan.model)}[/] on [bold]{escape(str(question.cluster))}[/], sequences of {question.sequence_length}, "
-        f"global batch {question.global_batch}, {question.precision} ({escape(origin(question))})\n"
+        f"[bold]{escape(plan.model)}[/] on [bold]{escape(str(question.cluster))}[/], "
+        f"sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision} "
+        f"({escape(origin(question))})\n"
     )
     console.print(table_of(plan))
     if plan.tried:
@@ -36,6 +37,7 @@ def show(plan: Plan, console: Console) -> None:
     if plan.best is not None:
         console.print()
         console.print(Group(*bars(plan.best)))
+        console.print(f"\n{peaks(plan.best)}", highlight=False, soft_wrap=True)
         drawn = schedule_picture(plan.best)
         if drawn is not None:
             console.print()
@@ -109,6 +111,13 @@ def bars(candidate: Candidate) -> list[RenderableType]:
         Text(),
         *_bar(f"step, {candidate.step_s:.3f} s", spent, candidate.step_s, "s"),
     ]
+
+
+def peaks(candidate: Candidate) -> str:
+    """What the fullest rank holds at most, at four times."""
+    found = ", ".join(f"{name.replace('_', ' and ' if name == 'forward_backward' else ' ')} {size:.1f}"
+                      for name, size in peaks_gib(candidate).items())  # fmt: skip
+    return f"peaks in GiB of the fullest rank: {found}"
 
 
 def _bar(title: str, sizes: dict[str, float], whole: float, unit: str) -> list[RenderableType]:

@@ -6,8 +6,11 @@ The choice goes into plan.json, from where the ranks that are started next take 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -66,7 +69,7 @@ class Retune(Hook):
             folder.event("retune_impossible", step=trainer.step, reason=str(error))
             return None
         micro_batch = plan.candidates[0].micro_batch
-        tried = {(str(text), int(size)): float(step_s) for text, size, step_s in held.get("tried", [])}
+        tried = tried_before(held)
         switch = better(plan.question, strategy, micro_batch, seen, tried)
         if switch is None:
             return None
@@ -91,6 +94,15 @@ class Retune(Hook):
         )
         print(f"plan   {switch}", flush=True)
         return switch
+
+
+def tried_before(held: Mapping[str, Any]) -> dict[tuple[str, int], float]:
+    """Strategies and micro-batches that the run had, with their measured steps; none where the file is damaged."""
+    try:
+        tried = {(str(text), int(size)): float(step_s) for text, size, step_s in held.get("tried", [])}
+    except (TypeError, ValueError, OverflowError):
+        return {}
+    return {key: step_s for key, step_s in tried.items() if 0 < step_s < math.inf}
 
 
 def measure(world: World, step_s: float) -> Seen:
