@@ -35,13 +35,14 @@ def take(whole: Array, index: Index) -> Array:
 def index_of(whole: tuple[int, ...], held: Part, place: Place, tokens: Array | None, by_columns: bool) -> Index | None:
     """Which entries of one device's tensor a rank holds; None where that does not follow from its shape."""
     shape = held.values.shape
-    parts, own = sum(place.shares), place.shares[place.data_rank]
+    shares = place.shares or (1,) * place.dp
+    parts, own = sum(shares), shares[place.data_rank]
     if len(shape) != len(whole) or (shape[0] != whole[0] and shape[0] * parts != whole[0] * own):
         return None
     index: list[tuple[int, ...] | None] = [None] * len(whole)
     # What does not depend on the samples, such as an embedding of positions, is the same on all data ranks.
     if shape[0] != whole[0]:
-        first = sum(place.shares[: place.data_rank]) * (shape[0] // own)
+        first = sum(shares[: place.data_rank]) * (shape[0] // own)
         index[0] = tuple(range(first, first + shape[0]))
     for dimension in range(1, len(whole)):
         length, full = shape[dimension], whole[dimension]

@@ -51,8 +51,8 @@ class Place(NamedTuple):
     cp_method: str = "ring"
     tp_rank: int = 0
     tp: int = 1
-    shares: tuple[int, ...] = (1,)
-    """Of each data rank in the samples."""
+    shares: tuple[int, ...] = ()
+    """Of each data rank in the samples; none stand for equal ones."""
 
 
 @dataclass
