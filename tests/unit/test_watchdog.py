@@ -202,7 +202,7 @@ def test_watchdog_ends_with_who_started_it(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshwright.elastic.watchdog", str(tmp_path)]
     if how == "input":
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        while not _ignores(process.pid, signal.SIGHUP):
+        while not _ignores(process.pid, signal.SIGTERM):
             time.sleep(0.05)
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
