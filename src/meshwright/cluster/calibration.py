@@ -7,7 +7,6 @@ if it were not there, and the answer says so. No torch.
 from __future__ import annotations
 
 import json
-import os
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-from meshwright.files import write_atomically
+from meshwright.files import cache_folder, write_atomically
 
 FORM = 2
 CROWDS = (1, 2, 4, 8)
@@ -108,9 +107,8 @@ class Calibration:
 
 def calibration_file(chip: str = "cpu") -> Path:
     """Where what was measured on this machine's chips of that kind is kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     host = re.sub(r"[^\w.-]", "_", socket.gethostname())
-    return Path(home) / "meshwright" / f"calibration-{host}-{chip}.json"
+    return cache_folder() / f"calibration-{host}-{chip}.json"
 
 
 def write_calibration(calibration: Calibration) -> Path:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.files import write_atomically
+from meshwright.files import cache_folder, write_atomically
 from meshwright.planning.memory import Memory
 
 if TYPE_CHECKING:
@@ -132,8 +131,7 @@ def learned_of(cluster: Cluster) -> Learned:
 
 def corrections_file() -> Path:
     """Where it is kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(home) / "meshwright" / "corrections.json"
+    return cache_folder() / "corrections.json"
 
 
 def _read(path: Path) -> dict[str, tuple[Observation, ...]]:

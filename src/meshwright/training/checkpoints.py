@@ -21,7 +21,6 @@ from meshwright.config import CheckpointSection
 from meshwright.errors import CheckpointError
 from meshwright.training.held_state import NonFiniteState, assert_finite
 from meshwright.training.hooks import Hook, Metrics
-from meshwright.training.run_folder import last_recorded_step, read_events
 
 if TYPE_CHECKING:
     from meshwright.training.loop import TrainingLoop
@@ -246,7 +245,7 @@ def _check_new(trainer: TrainingLoop) -> None:
     complaint = _all_hear(trainer, _saved_before(trainer) if trainer.world.is_first else None)
     if complaint is not None:
         raise DamageError(complaint)
-    done = last_recorded_step(trainer.job.folder)
+    done = trainer.job.folder.last_recorded_step()
     if done and trainer.world.is_first:
         text = f"no checkpoint was saved yet: the {done} steps that were done start again from the first"
         _tell(trainer, "checkpoint_none", text, 0)
@@ -254,7 +253,7 @@ def _check_new(trainer: TrainingLoop) -> None:
 
 def _saved_before(trainer: TrainingLoop) -> str | None:
     """What is wrong if checkpoints of this run were saved and none is there."""
-    saved = [event for event in read_events(trainer.job.folder) if event.get("event") == "checkpoint"]
+    saved = [event for event in trainer.job.folder.read_events() if event["event"] == "checkpoint"]
     if not saved:
         return None
     return (

@@ -163,6 +163,14 @@ class RunFolder:
                 found.append(json.loads(line))
         return [event for event in found if isinstance(event, dict) and "event" in event]
 
+    def last_recorded_step(self) -> int:
+        """The last step that metrics.jsonl tells of; 0 where it tells of none."""
+        try:
+            lines = self.metrics.read_text().splitlines()
+        except OSError:
+            return 0
+        return max((_step_of(line) or 0 for line in lines), default=0)
+
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps that will be computed again."""
         if not self.metrics.exists():
@@ -173,27 +181,6 @@ class RunFolder:
         whole = "".join(line + "\n" for line in kept)
         if whole != text:
             write_atomically(self.metrics, whole)
-
-
-def read_events(folder: RunFolder) -> list[dict[str, Any]]:
-    """The whole lines of events.jsonl."""
-    found = []
-    with suppress(OSError):
-        for line in folder.events.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError):
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    found.append(event)
-    return found
-
-
-def last_recorded_step(folder: RunFolder) -> int:
-    """The last step that metrics.jsonl tells of; 0 where it tells of none."""
-    try:
-        lines = folder.metrics.read_text().splitlines()
-    except OSError:
-        return 0
-    return max((_step_of(line) or 0 for line in lines), default=0)
 
 
 def _step_of(line: str) -> int | None:
