@@ -12,18 +12,17 @@ from meshwright.errors import ConfigError, UserError
 from meshwright.models.hf_config import read_json, read_spec, spec_from_config
 from meshwright.models.presets import preset, presets
 from meshwright.models.spec import ModelSpec
-from meshwright.planning.bounds import in_order
-from meshwright.planning.changes import Change, cheapest_change
+from meshwright.planning.changes import cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.corrections import learned_of, subject_of
-from meshwright.planning.families import families, family_of
+from meshwright.planning.families import family_of
 from meshwright.planning.group_words import placed_json, ways_json
-from meshwright.planning.least_memory import nearest
 from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
+from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import plain_best, search
-from meshwright.planning.space import Space, allowed
+from meshwright.planning.search import search
+from meshwright.planning.space import allowed
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import AUTO, Strategy
 
@@ -36,19 +35,6 @@ TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
 SHOWN = 4
 """Candidates of the best family that are told of."""
-LOOKED_AT = 150
-"""Degrees that a quick look at another family or number of chips goes through."""
-
-
-@dataclass(frozen=True)
-class Runner:
-    """A family of strategies that lost, its best member, and what it loses on."""
-
-    family: str
-    candidate: Candidate | None
-    change: Change | None
-    """Where it does not fit, what would make it fit."""
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -297,8 +283,8 @@ def plan(
     best = ranked[0] if ranked and ranked[0].fits else None
     # Of several kinds of machines, the ways to use them are what is compared.
     compare = compare and not question.cluster.groups
-    runners = _runners(question, best) if compare and best is not None else ()
-    fewer = _fewer(question, best) if compare and best is not None else ()
+    runners = runners_of(question, best) if compare and best is not None else ()
+    fewer = on_fewer(question, best) if compare and best is not None else ()
     if best is None:
         closest = in_full(question, found.nearest) if found.nearest is not None else None
         found = replace(found, nearest=ranked[0] if ranked else closest)
@@ -399,104 +385,3 @@ def _of_one(question: Question, name: str, text: str, micro_batch: int | None, t
     ) if not candidate.fits else ()  # fmt: skip
     found = Found(candidate if candidate.fits else None, [candidate], candidate, 1, 0)
     return Plan(question, name, candidate if candidate.fits else None, (candidate,), runner, (), found, tokens)
-
-
-def _runners(question: Question, best: Candidate) -> tuple[Runner, ...]:
-    """The best of each other family, or why it has none."""
-    runners = []
-    for family, extra in families().items():
-        if family == family_of(best.strategy):
-            continue
-        asked = replace(question, constraints=(*question.constraints, *extra))
-        candidate = plain_best(asked, LOOKED_AT)
-        if candidate is not None:
-            candidate = in_full(question, candidate)
-            runners.append(Runner(family, candidate, None, loss(best, candidate)))
-            continue
-        failing = _smallest(asked)
-        if failing is not None and failing.fits:
-            # What the constraints leave is not among the plain ones.
-            candidate = _searched(asked)
-            if candidate is not None:
-                candidate = in_full(question, candidate)
-                runners.append(Runner(family, candidate, None, loss(best, candidate)))
-        elif failing is not None:
-            failing = in_full(question, failing)
-            peak = failing.memory.peak / GIB
-            reason = f"does not fit: {peak:.1f} of {failing.memory.capacity / GIB:.1f} GiB"
-            runners.append(Runner(family, failing, cheapest_change(question, failing), reason))
-    return tuple(runners)
-
-
-def _smallest(question: Question) -> Candidate | None:
-    """The member of a family that is nearest to fitting, without recompute and host memory where they may be so."""
-    words = [f"{key}=none" for key in ("recompute", "offload") if question.allows(**{key: "none"})]
-    asked = replace(question, constraints=(*question.constraints, *parse_constraints(words)))
-    space = Space(asked)
-    return nearest(asked, space, in_order(space)[:LOOKED_AT])
-
-
-def _searched(question: Question) -> Candidate | None:
-    try:
-        return search(question).best
-    except UserError:
-        return None
-
-
-def loss(best: Candidate, other: Candidate) -> str:
-    """In words, what another candidate spends more on."""
-    slower = other.step_s / best.step_s - 1
-    words = {
-        "compute": "smaller matrix products",
-        "recompute": "recompute",
-        "tp": "tensor-parallel communication",
-        "cp": "context-parallel communication",
-        "ep": "the experts' exchange",
-        "dp": "gradients and parameters between data ranks",
-        "bubble": "gaps in the pipeline",
-        "optimizer": "the optimizer's step",
-        "offload": "transfers to host memory",
-        "other": "jitter",
-    }
-    more = {name: getattr(other.parts, name) - value for name, value in vars(best.parts).items() if name in words}
-    name = max(more, key=lambda one: more[one])
-    if slower <= 0:
-        return f"{-slower:.1%} faster, not enough for what it adds"
-    return f"{slower:.1%} slower, most of it {words[name]} ({more[name]:+.3g} s)"
-
-
-def _fewer(question: Question, best: Candidate) -> tuple[Candidate, ...]:
-    """Good strategies on a half and a quarter of the chips."""
-    found = []
-    for share in (2, 4):
-        gpus = question.cluster.gpus // share
-        if gpus < 1 or question.cluster.gpus % share:
-            break
-        asked = replace(question, cluster=question.cluster.with_gpus(gpus))
-        candidate = plain_best(asked, LOOKED_AT)
-        if candidate is None:
-            break
-        found.append(in_full(asked, candidate))
-    return tuple(found)
-
-
-def fewest_gpus(question: Question) -> Cluster | None:
-    """The smallest part of the cluster on which something fits: of one machine any part, else whole machines."""
-    node, gpus = question.cluster.node, question.cluster.gpus
-
-    def fits(count: int) -> bool:
-        asked = replace(question, cluster=question.cluster.with_gpus(count))
-        quick = None if asked.cluster.groups else plain_best(asked)
-        return quick is not None or _searched(asked) is not None
-
-    for count in range(1, min(node, gpus) + 1):
-        if fits(count):
-            return question.cluster.with_gpus(count)
-    counts = [*range(2 * node, gpus, node), gpus]
-    low, high = -1, len(counts) - 1
-    if gpus <= node or not fits(gpus):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(counts[middle]) else (middle, high)
-    return question.cluster.with_gpus(counts[high])

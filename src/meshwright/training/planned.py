@@ -251,8 +251,9 @@ def _ask(config: RunConfig, world: int, local: int) -> Planned:
 
 def _words(config: RunConfig, made: Plan) -> Iterator[str]:
     """The choice in three lines: what, where its time goes, what comes next."""
-    from meshwright.planning.answer import loss, origin
+    from meshwright.planning.answer import origin
     from meshwright.planning.explain import time_goes_into
+    from meshwright.planning.runners import loss
 
     best = made.best
     assert best is not None
