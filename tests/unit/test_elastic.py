@@ -135,8 +135,10 @@ def test_change_that_somebody_else_was_faster_with_is_not_written(store: TCPStor
     here, mine = joined(store, "here")
     there, _ = joined(store, "there")
     beat(here, mine, 0.0)
+    said = here.state.last_heartbeats[mine]
     assert here.sync() is False, "it has not seen what the other wrote"
     assert len(here.state.participants) == 2
+    assert here.state.last_heartbeats[mine] < said, "a heartbeat that was not written must not look as if it were"
     there.remove(mine)
     here.sync()
     assert mine not in here.state.participants

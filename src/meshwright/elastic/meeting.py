@@ -44,6 +44,9 @@ NEWS = "meshwright/news"
 EXPLAIN_S = 7.0
 """How long machines wait for the cause of a lost connection: a machine that is gone is known to be in less."""
 
+BETWEEN_S = 0.5
+"""How long a machine may be between two generations: in neither list of the state, while it goes from one to the other."""
+
 Plan = Callable[[int], Choice]
 """The strategy for that many ranks."""
 
@@ -153,6 +156,8 @@ class _Meeting:
         self._settings = settings_of(self._run_id, self._nodes.least, self._nodes.most, self._nodes.join_s)
         self._state = JsonState(self._store, MEETING, self._settings)
         self._member = RendezvousMember(self._settings, self._seat.host, self._store, self._state)
+        # The handler's threads change the other one.
+        self._seen = JsonState(self._store, MEETING, self._settings)
         threading.Thread(target=self._tick, daemon=True).start()
         return {"launch": run["launch"]}
 
@@ -244,20 +249,25 @@ class _Meeting:
         cause, trouble = (f"meshwright/{kind}/{failure['generation']}" for kind in ("cause", "trouble"))
         if not failure["consequence"]:
             return {"failure": json.loads(self._store.compare_set(cause, "", json.dumps(failure)))}
-        deadline = time.monotonic() + EXPLAIN_S
+        deadline, out = time.monotonic() + EXPLAIN_S, dict[Any, float]()
         while time.monotonic() < deadline and not self._store.check([cause]):
-            self._state.sync()
-            if missing := self._joined - set(self._state.state.participants) - {self._member.node}:
-                still = {node for node in missing if node not in self._state.state.wait_list}
-                if still:
-                    host = min(still).addr
-                    lost = {**failure, "rank": -1, "host": host, "cause": "machine lost", "consequence": False}
-                    lost["text"] = f"{host} is lost: its ranks no longer answer"
-                    return {"failure": json.loads(self._store.compare_set(cause, "", json.dumps(lost)))}
+            now = time.monotonic()
+            out = {node: out.get(node, now) for node in self._absent()}
+            if lost := [node for node, since in out.items() if now - since > BETWEEN_S]:
+                host = min(lost).addr
+                told = {**failure, "rank": -1, "host": host, "cause": "machine lost", "consequence": False}
+                told["text"] = f"{host} is lost: its ranks no longer answer"
+                return {"failure": json.loads(self._store.compare_set(cause, "", json.dumps(told)))}
             time.sleep(0.1)
         if self._store.check([cause]):
             return {"failure": json.loads(self._store.get(cause))}
         return {"failure": json.loads(self._store.compare_set(trouble, "", json.dumps(failure)))}
+
+    def _absent(self) -> set[Any]:
+        """Who of this generation's machines neither takes part nor waits to."""
+        self._seen.sync()
+        state = self._seen.state
+        return self._joined - set(state.participants) - state.wait_list - {self._member.node}
 
     def finish(self, code: int, text: str) -> dict[str, Any]:
         """The run is over for everyone."""
@@ -279,8 +289,8 @@ class _Meeting:
         """Tell the supervisor who waits to come in, and who of this generation is gone."""
         if not self._joined:
             return
-        self._state.sync()
-        state = self._state.state
+        self._seen.sync()
+        state = self._seen.state
         gone = sorted(f"{node.addr}/{node.pid}" for node in self._joined - set(state.participants))
         told = {"waiting": bool(state.wait_list), "gone": gone}
         if told != self._told:

@@ -126,6 +126,10 @@ def check_run(store: Store, endpoint: Endpoint, run_id: str | None) -> dict[str,
     return run
 
 
+_Moment = tuple[str, float, datetime]
+"""A moment in the state: its name there, when that is by this machine's clock, and how that was shown to the handler."""
+
+
 class JsonState:
     """The state of a rendezvous in a store, as torchelastic's handler wants it: `state`, `sync`, `mark_dirty`."""
 
@@ -135,9 +139,9 @@ class JsonState:
         self._text = ""
         self._dirty = False
         self._synced = -1.0
-        # Of each machine: its heartbeat's name, when that was first seen, and how that was shown to the handler.
-        self._beats: dict[Any, tuple[str, float, datetime]] = {}
-        self._deadline: tuple[str, float, datetime] | None = None
+        # Of each machine, when its newest heartbeat was first seen here.
+        self._beats: dict[Any, _Moment] = {}
+        self._deadline: _Moment | None = None
 
     def mark_dirty(self) -> None:
         """What the handler has changed is written at the next sync, if nobody else was faster."""
@@ -148,9 +152,11 @@ class JsonState:
         wrote: bool | None = None
         try:
             if self._dirty:
-                mine = self._encode()
+                mine, known = self._encode()
                 self._text = self._store.compare_set(self._key, self._text, mine).decode()
                 wrote = self._text == mine
+                if wrote:
+                    self._beats, self._deadline = known
             else:
                 if time.monotonic() - self._synced < self._cache_s:
                     return None
@@ -199,32 +205,33 @@ class JsonState:
         elif len(state.participants) < self._settings.min_nodes:
             state.deadline = None
 
-    def _encode(self) -> str:
+    def _encode(self) -> tuple[str, tuple[dict[Any, _Moment], _Moment | None]]:
+        """The state as text; and the moments that are known once, and only if, that is what the store has."""
         state, now = self.state, datetime.now(UTC)
         beats = {}
         for node, shown in state.last_heartbeats.items():
             known = self._beats.get(node)
-            if known is None or known[2] != shown:
-                known = self._beats[node] = (os.urandom(6).hex(), time.monotonic(), shown)
-            beats[node] = known[0]
-        deadline = None
-        if state.deadline is not None:
+            beats[node] = known if known is not None and known[2] == shown else _named(time.monotonic(), shown)
+        deadline, left = self._deadline, None
+        if state.deadline is None:
+            deadline = None
+        else:
             left = (state.deadline - now).total_seconds()
-            if self._deadline is None or self._deadline[2] != state.deadline:
-                self._deadline = (os.urandom(6).hex(), time.monotonic() + left, state.deadline)
-            deadline = [self._deadline[0], left]
-        return json.dumps(
+            if deadline is None or deadline[2] != state.deadline:
+                deadline = _named(time.monotonic() + left, state.deadline)
+        text = json.dumps(
             {
                 "round": state.round,
                 "complete": state.complete,
                 "closed": state.closed,
-                "deadline": deadline,
+                "deadline": None if deadline is None else [deadline[0], left],
                 "participants": [[*_plain(node), rank] for node, rank in state.participants.items()],
                 "wait_list": [_plain(node) for node in state.wait_list],
                 "redundancy_list": [_plain(node) for node in state.redundancy_list],
-                "beats": [[*_plain(node), name] for node, name in beats.items()],
+                "beats": [[*_plain(node), name] for node, (name, _, _) in beats.items()],
             }
         )
+        return text, (beats, deadline)
 
     def _decode(self, text: str) -> Any:
         state = RendezvousMember.new_state()
@@ -252,6 +259,10 @@ class JsonState:
             state.deadline = now + timedelta(seconds=until - moment)
             self._deadline = (name, until, state.deadline)
         return state
+
+
+def _named(moment: float, shown: datetime) -> _Moment:
+    return os.urandom(6).hex(), moment, shown
 
 
 def _plain(node: Any) -> list[Any]:
