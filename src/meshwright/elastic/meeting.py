@@ -45,7 +45,7 @@ EXPLAIN_S = 7.0
 """How long machines wait for the cause of a lost connection: a machine that is gone is known to be in less."""
 
 BETWEEN_S = 0.5
-"""How long a machine may be between two generations: in neither list of the state, while it goes from one to the other."""
+"""How long a machine may be in neither list of the state, on its way from one generation to the next."""
 
 Plan = Callable[[int], Choice]
 """The strategy for that many ranks."""

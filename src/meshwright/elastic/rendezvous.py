@@ -127,7 +127,7 @@ def check_run(store: Store, endpoint: Endpoint, run_id: str | None) -> dict[str,
 
 
 _Moment = tuple[str, float, datetime]
-"""A moment in the state: its name there, when that is by this machine's clock, and how that was shown to the handler."""
+"""A moment in the state: its name there, when it is by the clock here, and how that was shown to the handler."""
 
 
 class JsonState:
