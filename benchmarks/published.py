@@ -187,6 +187,7 @@ def report(found: Sequence[Estimate], skipped: Sequence[dict[str, Any]]) -> dict
     result["coverage"] = {
         "complete_rows": len(complete) + len(left_out),
         "used": len(complete),
+        "completed": len(found) - len(complete),
         "share": len(complete) / max(1, len(complete) + len(left_out)),
     }
     result["completed_rows"] = summarise([one for one in found if not one.run.complete])

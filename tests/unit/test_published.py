@@ -41,10 +41,21 @@ def test_the_figures_are_reached(result: dict[str, Any]) -> None:
 def test_every_row_is_used_or_skipped_with_a_reason(result: dict[str, Any]) -> None:
     with DATA.open(encoding="utf-8", newline="") as file:
         rows = sum(1 for _ in csv.DictReader(file))
-    complete, completed = result["time"]["rows"], result["completed_rows"]["time"]["rows"]
-    assert complete + completed + len(result["skipped"]) <= rows
+    coverage = result["coverage"]
+    assert coverage["used"] + coverage["completed"] + len(result["skipped"]) == rows
+    assert coverage["complete_rows"] == coverage["used"] + sum(one["complete"] for one in result["skipped"])
     assert all(one["reason"] for one in result["skipped"])
     assert {"source", "gpu", "scale", "strategy", "software"} == result["groups"].keys()
+
+
+def test_who_publishes_a_run_changes_no_estimate(result: dict[str, Any], tmp_path: Path) -> None:
+    with DATA.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows):
+        row["source"], row["url_or_repo_path"] = f"somebody {number}", ""
+    found = evaluate(write_rows(tmp_path / "rows.csv", rows), tmp_path / "out.json")
+    for name in ("time", "memory", "verdicts", "coverage"):
+        assert found[name] == result[name]
 
 
 def test_a_file_of_nonsense_is_skipped_and_never_crashes(tmp_path: Path) -> None:
