@@ -6,6 +6,7 @@ import tomllib
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from published_words import number_of
 
@@ -28,7 +29,7 @@ class Habits:
     pure_bytes: dict[str, int] = field(default_factory=lambda: dict(NARROW))
     why: str = ""
 
-    def stored(self, precision: str, notes: str) -> dict[str, int]:
+    def stored(self, precision: str, notes: str) -> dict[str, Any]:
         """Bytes that differ from the family's: of a parameter, its gradient, its optimizer state, a logit."""
         found = dict(self.bytes)
         if "8-bit" in notes or "8bit" in notes:
