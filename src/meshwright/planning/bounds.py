@@ -11,7 +11,7 @@ from meshwright.models.spec import ModelSpec
 from meshwright.planning.memory import FITS, Memory, does_fit
 from meshwright.planning.question import FEATURE, Question
 from meshwright.planning.space import Degrees, Space, plain
-from meshwright.planning.state_times import OFFLOAD_S
+from meshwright.planning.state_times import OFFLOAD_S, from_host
 from meshwright.planning.timing import jitter_of
 
 
@@ -65,10 +65,17 @@ def bound_with_memory(degrees: Degrees, least: Least) -> float:
     return bound_of(space, degrees, min(again, cheap) if least.may_fit("selective") else again, features)
 
 
-def bound_with_offload(question: Question, degrees: Degrees) -> float:
-    """The bound with two more features, and the least that an offloaded optimizer takes: shared among all ranks."""
+def bound_with_offload(question: Question, degrees: Degrees, offload: str, zero: int, shard: int) -> float:
+    """The bound with two more features, and the least that the host's optimizer takes, and parameters on their way."""
     axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
-    seconds = question.parameters / question.cluster.gpus * OFFLOAD_S
+    shards = shard * degrees.cp if zero else 1
+    # Experts may be shared by more ranks than the rest is.
+    ranks = degrees.tp * degrees.pp * shards if degrees.ep == 1 else question.cluster.gpus
+    held = question.parameters / ranks
+    seconds = held * OFFLOAD_S
+    if offload == "parameters" and zero == 3 and degrees.ep == 1:
+        micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
+        seconds += micro_steps * 2 * from_host(held, question.known.software[question.software])
     return (degrees.bound / (1 + FEATURE * axes) + seconds) * (1 + FEATURE * (axes + 2))
 
 

@@ -2,9 +2,9 @@
 
 Degrees and the micro-batch are taken in the order of a bound below which no choice of the rest can bring the step; when
 the bound of the next is not below the best so far, nothing better is left, and the search ends. The rest is searched in
-full: ZeRO stage, copies, schedule, layer split, recompute; host memory only where nothing fits without it. Of
-recompute=first:N only the least N that fits can be best, since each further layer costs time and saves memory. What a
-search covers is in `space`, the bounds are in `bounds`.
+full: ZeRO stage, copies, schedule, layer split, recompute, host memory. Of recompute=first:N only the least N that fits
+can be best, since each further layer costs time and saves memory. What a search covers is in `space`, the bounds are in
+`bounds`.
 
 Distribution is a cost: a feature must earn one percent, or the choice without it wins.
 """
@@ -62,22 +62,24 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     start = _possible(question, space, pending)
     best = start.score(objective)[0] * (1 + 1e-9) if start is not None else float("inf")
     for offload in ("none", "optimizer", "parameters"):
-        # Host memory is the last resort: it is looked at where nothing fits without it, or where it is asked for.
-        if not question.allows(offload=offload) or found:
+        if not question.allows(offload=offload):
             continue
         for index, degrees in enumerate(pending):
             if degrees.bound >= best:
                 bounded += len(pending) - index
                 break
-            if offload != "none" and bound_with_offload(question, degrees) >= best:
-                bounded += 1
-                continue
-            if not any(space.may_hold(degrees, offload, zero) for zero in space.zero_stages(degrees, offload)):
+            stages = [
+                zero
+                for zero in space.zero_stages(degrees, offload)
+                if (offload == "none" or bound_with_offload(question, degrees, offload, zero, degrees.dp) < best)
+                and space.may_hold(degrees, offload, zero)
+            ]
+            if not stages:
                 continue
             if bound_with_memory(degrees, Least(space, degrees, offload)) >= best:
                 bounded += 1
                 continue
-            for candidate in _choices(question, space, degrees, offload, best):
+            for candidate in _choices(question, space, degrees, offload, stages, best):
                 estimated += 1
                 found.append(candidate)
                 best = min(best, candidate.score(objective)[0])
@@ -163,10 +165,13 @@ class _Choice:
     """A score below which recompute cannot bring it."""
 
 
-def _choices(question: Question, space: Space, degrees: Degrees, offload: str, best: float) -> Iterator[Candidate]:
-    """Candidates with these degrees that fit and may be better than the best."""
+def _choices(
+    question: Question, space: Space, degrees: Degrees, offload: str, stages: Sequence[int], best: float
+) -> Iterator[Candidate]:
+    """Candidates with these degrees and ZeRO stages that fit and may be better than the best."""
     timer = space.timer(degrees)
-    for choice in sorted(_rest_of(question, space, degrees, offload, timer, best), key=lambda one: one.rough):
+    rest = _rest_of(question, space, degrees, offload, stages, best)
+    for choice in sorted(rest, key=lambda one: one.rough):
         if choice.rough >= best:
             return
         for chosen in _with_recompute(question, choice, degrees, timer, best):
@@ -187,23 +192,28 @@ def _choices(question: Question, space: Space, degrees: Degrees, offload: str, b
 
 
 def _rest_of(
-    question: Question, space: Space, degrees: Degrees, offload: str, timer: Timer, best: float
+    question: Question, space: Space, degrees: Degrees, offload: str, stages: Sequence[int], best: float
 ) -> Iterator[_Choice]:
     """Choices that may fit and may be better than the best, without recompute."""
-    stages = [zero for zero in space.zero_stages(degrees, offload) if space.may_hold(degrees, offload, zero)]
+    timer = space.timer(degrees)
     for zero, shard, method in space.states(degrees):
         if zero not in stages or (degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard):
             continue
         base = replace(plain(degrees), zero=zero, shard=shard, cp_method=method, offload=offload)
         weight = 1 + FEATURE * count_features(base)
+        if offload != "none" and bound_with_offload(question, degrees, offload, zero, shard) >= best:
+            continue
         if degrees.pp > 1:
             floor = timer.like(question.scenario(base, degrees.micro_batch)).without_gaps()
             if floor * weight >= best:
                 continue
         for schedule, layers in space.orders(degrees, zero):
             layout = replace(base, schedule=schedule, layers=layers)
+            weight = 1 + FEATURE * count_features(layout)
+            if space.order_floor(degrees, method, schedule, layers) * weight >= best:
+                continue
             scenario = question.scenario(layout, degrees.micro_batch)
-            rough = timer.like(scenario).parts(simulate=False).total * (1 + FEATURE * count_features(layout))
+            rough = timer.like(scenario).parts(simulate=False).total * weight
             if rough < best:
                 yield _Choice(layout, rough)
 

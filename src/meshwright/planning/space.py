@@ -54,6 +54,8 @@ class Space:
         self._timers: dict[Degrees, Timer] = {}
         self._operations: Operations | None = None
         self._legal: dict[Layout, bool] = {}
+        self._splits: dict[int, list[str]] = {}
+        self._floors: dict[tuple[Degrees, str, str, str], float] = {}
 
     def degrees(self) -> Iterator[Degrees]:
         """Degrees and micro-batches that fill the cluster and divide the batch."""
@@ -156,6 +158,15 @@ class Space:
                 if self.question.allows(schedule=schedule, layers=layers):
                     yield schedule, layers
 
+    def order_floor(self, degrees: Degrees, method: str, schedule: str, layers: str) -> float:
+        """A bound of the step with an order, whatever is done with state."""
+        key = degrees, method, schedule, layers
+        if key not in self._floors:
+            layout = replace(plain(degrees), cp_method=method, schedule=schedule, layers=layers)
+            scenario = self.question.scenario(layout, degrees.micro_batch)
+            self._floors[key] = self.timer(degrees).like(scenario).passes_floor()
+        return self._floors[key]
+
     def schedules(self, degrees: Degrees, zero: int) -> list[str]:
         """Schedules for degrees."""
         found = self._schedules(degrees.pp, zero, degrees.dp * degrees.cp)
@@ -171,7 +182,8 @@ class Space:
         """Whether a ZeRO stage can fit: with all recompute, the schedule that holds least, state spread furthest."""
         key = degrees, offload, zero
         if key not in self._holds:
-            self._holds[key] = any(
+            # What fits without host memory fits with it, as far as the chip's own goes.
+            self._holds[key] = (offload != "none" and self._holds.get((degrees, "none", zero), False)) or any(
                 does_fit(self.question.scenario(layout, degrees.micro_batch))
                 for layout in self.smallest(degrees, offload, zero)
             )
@@ -212,11 +224,13 @@ class Space:
     def splits(self, pp: int, schedule: str) -> list[str]:
         """Evenly, and with fewer layers where the head is, if that is another split."""
         stages = pp * stages_per_rank(schedule)
-        if pp == 1 or stages > MOST_UNEVEN or stages < 2:
-            return ["even"]
-        sizes = balanced_sizes(self.question.spec, stages)
-        even = [len(part) for part in stage_layers(self.question.spec, stages, "even")]
-        return ["even"] if sizes == even else ["even", "+".join(map(str, sizes))]
+        if stages not in self._splits:
+            self._splits[stages] = ["even"]
+            if pp > 1 and 2 <= stages <= MOST_UNEVEN:
+                sizes = balanced_sizes(self.question.spec, stages)
+                even = [len(part) for part in stage_layers(self.question.spec, stages, "even")]
+                self._splits[stages] += [] if sizes == even else ["+".join(map(str, sizes))]
+        return self._splits[stages]
 
 
 def balanced_sizes(spec: ModelSpec, stages: int) -> list[int]:

@@ -10,6 +10,7 @@ from meshwright.planning import blocks
 from meshwright.planning.links import Group, group_of
 from meshwright.planning.operations import Operations
 from meshwright.planning.scenario import Scenario
+from meshwright.planning.software import Software
 
 HOST_LINK = 25e9
 """Bytes per second between a chip and its host, one way."""
@@ -20,6 +21,11 @@ OFFLOAD_S = (4 + 4) / HOST_LINK + 16 / HOST_ADAM
 
 Elements = dict[tuple[str, str], list[tuple[float, float]]]
 """By schedule and layer split: elements of each pipeline rank before sharding, plain ones and dealt-out experts."""
+
+
+def from_host(parameters: float, software: Software) -> float:
+    """Seconds in which a rank's shards of parameters come from host memory for one pass."""
+    return parameters * software.gather_bytes / HOST_LINK
 
 
 class StateTimes:
@@ -64,7 +70,7 @@ class StateTimes:
         edge = 1 / max(1, len(part))
         shown = self.operations.hide(gather, forward, edge), self.operations.hide(gather + scatter, backward, edge)
         if layout.offload == "parameters":
-            moved = elements * software.gather_bytes / layout.state_ranks / HOST_LINK
+            moved = from_host(elements / layout.state_ranks, software)
             shown = shown[0] + moved, shown[1] + moved
         return shown
 

@@ -120,15 +120,20 @@ class Timer:
 
     def floor(self) -> float:
         """A bound of the step, without what is sent once, that grows with every layer that is computed again."""
-        once = length_of(self.scenario, self._flow(), simulate=False) + sum(self.states.update())
+        jitter = jitter_of(self.scenario, self.operations.software)
+        return self.passes_floor() + sum(self.states.update()) * (1 + jitter)
+
+    def passes_floor(self) -> float:
+        """A bound of the step from its passes alone."""
         software = self.operations.software
-        return once * (1 + jitter_of(self.scenario, software)) + software.step_s
+        length = length_of(self.scenario, self._flow(), simulate=False)
+        return length * (1 + jitter_of(self.scenario, software)) + software.step_s
 
     def _flow(self) -> Flow:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
         layout = self.scenario.layout
         every = layout.zero == 3 or (layout.zero == 2 and layout.pp == 1)
-        sharded = (layout.zero, layout.shard, layout.offload) if every else ()
+        sharded = (layout.zero, layout.shard, layout.offload == "parameters") if every else ()
         key = layout.schedule, layout.layers, layout.cp_method, layout.recompute, sharded
         if key not in self._flows:
             self._flows[key] = self._make_flow()
