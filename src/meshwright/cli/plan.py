@@ -64,7 +64,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--try-limit", type=float, metavar="S", help="with --try: seconds for each candidate (default 120)"
     )
     parser.add_argument(
-        "--rehearse", type=int, metavar="RANK", help="run a step of that rank without memory and count (needs torch)"
+        "--rehearse",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="RANK",
+        help="run a step of that rank (0) without memory and count (needs torch)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
@@ -150,10 +155,12 @@ def run(args: argparse.Namespace) -> int:
         said.append(str(answer["text"]))
         if facts is not None:
             facts["spot"] = answer
-    if args.rehearse is not None and made.best is not None:
+    # Also of what does not fit: how much is missing is what they want to know.
+    shown = made.best or (made.found.nearest if made.found is not None else None)
+    if args.rehearse is not None and shown is not None:
         from meshwright.planning.rehearse import rehearse
 
-        rehearsal = rehearse(made.best, args.rehearse)
+        rehearsal = rehearse(shown, args.rehearse)
         said.append(str(rehearsal))
         if facts is not None:
             facts["rehearsal"] = rehearsal.as_json()

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.rows import put_rows, take_rows
 from meshwright.models.spec import ModelSpec
 from meshwright.models.stacked_experts import StackedExperts
 
@@ -68,8 +69,8 @@ class Mixture(nn.Module):
         taken_NK = self._drop(chosen_NK, x_BTC.shape[:2])
         counts = torch.bincount(taken_NK.flatten(), minlength=self.facts.num_experts)[: self.facts.num_experts].tolist()
         order = taken_NK.flatten().argsort(stable=True)[: sum(counts)]
-        rows = self.experts(x_NC[order // self.facts.num_experts_per_tok], counts)
-        y_RC = rows.new_zeros(chosen_NK.numel(), rows.shape[-1]).index_copy(0, order, rows)
+        rows = self.experts(take_rows(x_NC, order, self.facts.num_experts_per_tok), counts)
+        y_RC = put_rows(rows, order, chosen_NK.numel())
         y_NKC = y_RC.unflatten(0, chosen_NK.shape)
         y_NC = (y_NKC * weights_NK[..., None].to(rows.dtype)).sum(dim=1)
         if self.training:

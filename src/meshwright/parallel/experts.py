@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from meshwright.cuts import part
 from meshwright.errors import ConfigError
 from meshwright.models.mixture import mixtures
+from meshwright.models.rows import put_rows, take_rows
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.mesh import ExpertMesh
 from meshwright.parallel.reads import around_forward, local_part, read_through
@@ -86,9 +87,8 @@ def _exchange_rows(group: dist.ProcessGroup, experts: Experts, x_RC: Tensor, cou
     # They come by sender and then by expert; experts want them by expert.
     expert = torch.arange(received.shape[1], device=x_RC.device).repeat(ranks).repeat_interleave(received.flatten())
     order = expert.argsort(stable=True)
-    results = experts(rows[order], received.sum(dim=0).tolist())
-    by_sender = torch.empty_like(results).index_copy(0, order, results)
-    return _Exchange.apply(by_sender, from_each, to_each, group)
+    results = experts(take_rows(rows, order), received.sum(dim=0).tolist())
+    return _Exchange.apply(put_rows(results, order, len(order)), from_each, to_each, group)
 
 
 class _Exchange(torch.autograd.Function):

@@ -16,6 +16,7 @@ from meshwright.planning.changes import cheapest_change
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.corrections import learned_of, subject_of
 from meshwright.planning.families import family_of
+from meshwright.planning.given import estimate_given
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
@@ -364,24 +365,10 @@ def precisions_of(text: str, cluster: Cluster) -> list[str]:
 
 def _of_one(question: Question, name: str, text: str, micro_batch: int | None, tokens: float | None) -> Plan:
     """The plan of a strategy that was given."""
-    strategy = Strategy.parse(text, question.cluster.gpus)
-    strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
-    micro_steps = strategy.micro_steps(question.global_batch, micro_batch)
-    size = micro_batch or question.global_batch // strategy.all_shares // micro_steps
-    layout = Layout.of(strategy)
-    violated = [
-        str(one)
-        for one in question.constraints
-        if not (allowed(replace(question, constraints=(one,)), layout) and one.holds({"micro_batch": size}))
-    ]
-    if violated:
-        raise UserError(
-            f"--strategy '{text}' with micro-batch {size} does not meet {', '.join(violated)}; drop one of them"
-        )
-    candidate = in_full(question, estimate(question, strategy, size))
+    candidate = in_full(question, estimate_given(question, text, micro_batch))
     change = None if candidate.fits else cheapest_change(question, candidate)
     runner = (
-        Runner(family_of(strategy), candidate, change, f"needs {candidate.memory.peak / GIB:.1f} GiB"),
+        Runner(family_of(candidate.strategy), candidate, change, f"needs {candidate.memory.peak / GIB:.1f} GiB"),
     ) if not candidate.fits else ()  # fmt: skip
     found = Found(candidate if candidate.fits else None, [candidate], candidate, 1, 0)
     return Plan(question, name, candidate if candidate.fits else None, (candidate,), runner, (), found, tokens)

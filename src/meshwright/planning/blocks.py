@@ -81,6 +81,11 @@ class Work:
     """Elements of queries and outputs, which all-to-all context parallel exchanges too."""
 
     @cached_property
+    def results(self) -> float:
+        """Elements of all products' results: what their gradients take that wait to be multiplied."""
+        return sum(one.rows * one.outer * one.times for one in self.products)
+
+    @cached_property
     def widest(self) -> float:
         """Elements of the widest product's larger side."""
         return max(one.rows * max(one.inner, one.outer) * one.times for one in self.products)

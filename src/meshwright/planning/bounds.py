@@ -122,6 +122,7 @@ class Least:
 def needed_layers(none: Memory, full: Memory, layers: float) -> float:
     """Layers that must be computed again at least without a pipeline: each saves the same, and needs room to work."""
     before, after = none.stages[0], full.stages[0]
-    save = before.total - after.total + 2 * after.working
+    spread = before.fragmentation / (before.allocated - before.optimizer)
+    save = (before.activations - after.activations) * (1 + spread) + 2 * after.working
     excess = before.total - FITS * none.capacity
     return max(0.0, excess / save * layers) if save > 0 else 0.0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.blocks import remembered
-from meshwright.planning.pipeline import in_flight
+from meshwright.planning.pipeline import in_flight, waiting_weights
 from meshwright.schedules import placement_of, stages_per_rank
 from meshwright.stages import stage_layers
 
@@ -37,6 +37,8 @@ class RankLayers(NamedTuple):
     """Kinds of layers, each with the micro-batches that are held of it at once."""
     held: int
     """Micro-batches that are held at once, of all stages."""
+    waiting: float
+    """Micro-batches whose gradients of weights wait, of all of this rank's layers."""
     has_first: bool
     has_last: bool
 
@@ -64,13 +66,14 @@ def ranks_of(
     for stage in stages_of(spec, pp, schedule, layers, again):
         held[stage.rank].append(stage)
     flights = in_flight(schedule, pp, micro_steps) if pp > 1 else [(1,)]
+    waiting = waiting_weights(schedule, pp, micro_steps) if pp > 1 else [0]
     chosen: list[int] = list(range(pp))
     if quick and pp > 2:
         most: dict[object, int] = {}
         for rank in chosen[1:-1]:
             alike = tuple((stage.kinds, _order_of_kinds(spec, stage.layers)) for stage in held[rank])
             other = most.get(alike)
-            if other is None or flights[rank] > flights[other]:
+            if other is None or (flights[rank], waiting[rank]) > (flights[other], waiting[other]):
                 most[alike] = rank
         chosen = [0, *most.values(), pp - 1]
     return tuple(
@@ -79,6 +82,7 @@ def ranks_of(
                 (flight, kind) for stage, flight in zip(held[rank], flights[rank], strict=True) for kind in stage.kinds
             ),
             held=sum(flights[rank]),
+            waiting=waiting[rank] / len(held[rank]),
             has_first=any(stage.layers.start == 0 for stage in held[rank]),
             has_last=any(stage.layers.stop == spec.num_hidden_layers for stage in held[rank]),
         )

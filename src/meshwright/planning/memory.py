@@ -7,12 +7,25 @@ Torch's own count (allocated) is the sum of states, activations, logits and buff
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshwright.planning import blocks
 from meshwright.planning.blocks import Work
 from meshwright.planning.held_layers import RankLayers
 from meshwright.planning.scenario import Scenario
-from meshwright.planning.state_memory import GIB, host_bytes, state_terms
+from meshwright.planning.state_memory import (
+    ANY,
+    END,
+    GIB,
+    LAYER,
+    LOSS,
+    Held,
+    States,
+    accumulates,
+    host_bytes,
+    state_terms,
+    unit_bytes,
+)
 
 CPU_PROCESS_GIB, CPU_GROUP_GIB = 0.35, 0.01
 """Of a rank on a CPU: the interpreter with PyTorch, and a group's sockets."""
@@ -152,8 +165,22 @@ def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> M
     updates, which no ZeRO stage is below, and nothing that only some of them have.
     """
     info, cluster = _LayerInfo(scenario), scenario.cluster
-    ranks = tuple(_rank(scenario, info, rank, floor) for rank in scenario.ranks(quick))
-    return Memory(ranks, host_bytes(scenario), cluster.memory, cluster.host_gib * GIB)
+    communicators, context = _outside(scenario)
+    ranks = []
+    for rank in scenario.ranks(quick):
+        held = _fullest(scenario, info, rank, floor)
+        ranks.append(
+            Terms(
+                *held.states,
+                *held.activations,
+                *held.beside,
+                buffers=held.buffers,
+                fragmentation=scenario.software.fragmentation * (held.allocated - held.states[3]),
+                communicators=communicators,
+                context=context,
+            )
+        )
+    return Memory(tuple(ranks), host_bytes(scenario), cluster.memory, cluster.host_gib * GIB)
 
 
 def does_fit(scenario: Scenario, floor: bool = False) -> bool:
@@ -161,8 +188,22 @@ def does_fit(scenario: Scenario, floor: bool = False) -> bool:
     info, cluster = _LayerInfo(scenario), scenario.cluster
     if host_bytes(scenario) > cluster.host_gib * GIB:
         return False
-    capacity = cluster.memory
-    return all(_rank(scenario, info, rank, floor).total / capacity <= FITS for rank in scenario.ranks(quick=True))
+    room = FITS * cluster.memory - sum(_outside(scenario))
+    spread = scenario.software.fragmentation
+    for rank in scenario.ranks(quick=True):
+        held = _fullest(scenario, info, rank, floor)
+        if held.allocated * (1 + spread) - held.states[3] * spread > room:
+            return False
+    return True
+
+
+def _outside(scenario: Scenario) -> tuple[float, float]:
+    """Bytes of communicators and of the device's context, which torch does not count."""
+    layout, software = scenario.layout, scenario.software
+    groups = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
+    if scenario.cluster.chip.key == "cpu":
+        return groups * CPU_GROUP_GIB * GIB, CPU_PROCESS_GIB * GIB
+    return groups * software.group_gib * GIB, software.context_gib * GIB
 
 
 class _LayerInfo(dict[tuple[bool, bool], tuple[float, float, float, float, blocks.Held]]):
@@ -187,10 +228,25 @@ class _LayerInfo(dict[tuple[bool, bool], tuple[float, float, float, float, block
         return self[key]
 
 
-def _rank(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool) -> Terms:
+class _Full(NamedTuple):
+    """What a rank holds at the moment when it is fullest, in bytes."""
+
+    states: States
+    activations: tuple[float, float, float]
+    """Of attention, of feed-forwards, and inputs of recomputed layers."""
+    beside: tuple[float, float]
+    """Of the layer at work, and logits."""
+    buffers: float
+
+    @property
+    def allocated(self) -> float:
+        """All of it."""
+        return sum(self.states) + sum(self.activations) + sum(self.beside) + self.buffers
+
+
+def _fullest(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool) -> _Full:
     spec, layout, software = scenario.spec, scenario.layout, scenario.software
-    element = scenario.element
-    attention = feed_forward = inputs = working = layers_kept = 0.0
+    attention = feed_forward = inputs = working = left = layers_kept = waiting = 0.0
     plain = experts = largest = 0.0
     for flight, (sparse, recomputed, count) in rank.kinds:
         kept_attention, kept_inner, kept_input, beside, held = info[sparse, recomputed]
@@ -200,6 +256,9 @@ def _rank(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool) -
         inputs += times * kept_input
         plain, experts = plain + count * held.plain, experts + count * held.experts
         largest, working = max(largest, held.all), max(working, beside)
+        left = max(left, beside + kept_attention + kept_inner + kept_input)
+        if rank.waiting:
+            waiting += rank.waiting * count * _work(scenario, sparse).results * scenario.element
         if not recomputed and not scenario.selective:
             # What is computed again casts its weights again.
             layers_kept += count * held.all
@@ -207,44 +266,48 @@ def _rank(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool) -
     first, last = blocks.ends_parameters(spec, layout.tp)
     ends = (first if has_first else 0.0) + (last if has_last and not (spec.tie_word_embeddings and has_first) else 0.0)
     # A lookup in a cast table keeps no table for its backward pass; the head's product does.
-    kept = layers_kept + (last if has_last else 0.0)
-    states = state_terms(scenario, plain + ends, experts, ends, largest, kept, floor)
+    elements = Held(plain + ends, experts, ends, largest, layers_kept + (last if has_last else 0.0))
+    row = scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * scenario.element
     logits = 0.0
     if has_last:
         logits = scenario.tokens * spec.vocab_size / layout.tp * software.logit_bytes / scenario.loss_chunks
-        inputs += 2 * scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
+        inputs += 2 * row
     if layout.tp > 1:
-        working += scenario.tokens * spec.hidden_size * element
+        working += scenario.tokens * spec.hidden_size * scenario.element
+    activations = attention, feed_forward, inputs
+    if not software.late_gradients:
+        # Logits and the layer at work have their peaks at different times.
+        beside_it = (0.0, logits) if logits > working else (working, 0.0)
+        buffers = waiting + _buffers(scenario, rank, row, 0.0 if floor else largest)
+        return _Full(state_terms(scenario, elements, ANY, floor), activations, beside_it, buffers)
+    buffers = waiting + _buffers(scenario, rank, row, 0.0)
+    full = _Full(state_terms(scenario, elements, LOSS, floor), activations, (0.0, logits), buffers)
+    # A layer's gradients are whole when its activations are gone.
+    working = max(working, unit_bytes(scenario, largest) - left)
+    if working > logits or layout.zero == 3:
+        full = _larger(full, _Full(state_terms(scenario, elements, LAYER, floor), activations, (working, 0.0), buffers))
+    if not accumulates(scenario):
+        # Of the first layer only its own is left.
+        ending = _Full(state_terms(scenario, elements, END, floor), (0.0, 0.0, 0.0), (left, 0.0), buffers)
+        full = _larger(full, ending)
+    return full
+
+
+def _larger(one: _Full, other: _Full) -> _Full:
+    return other if other.allocated > one.allocated else one
+
+
+def _buffers(scenario: Scenario, rank: RankLayers, row: float, unit: float) -> float:
+    """Bytes of collectives and transfers; `unit` is the layer whose parameters and gradients are under way."""
+    layout, software = scenario.layout, scenario.software
     buffers = software.bucket_gib * GIB if layout.dp > 1 else 0.0
     if layout.pp > 1:
-        stage_input = scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
-        buffers += rank.held * (software.stage_buffers - 1) * stage_input
-        buffers += 4 * scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * element
+        buffers += rank.held * (software.stage_buffers - 1) * row + 4 * row
     if layout.cp > 1:
-        buffers += 4 * _work(scenario, False).kv_elements * element
-    if layout.zero >= 2 and layout.state_ranks > 1 and not floor:
-        # What is under way: the next unit's parameters, the last one's gradients.
-        buffers += largest * (software.gather_bytes + software.reduce_bytes)
-    # Logits and the layer at work have their peaks at different times.
-    logits, working = (logits, 0.0) if logits > working else (0.0, working)
-    groups = sum(degree > 1 for degree in (layout.tp, layout.cp, layout.pp, layout.dp, layout.ep))
-    is_gpu = scenario.cluster.chip.key != "cpu"
-    in_use = sum(states) + attention + feed_forward + inputs + working + logits + buffers
-    return Terms(
-        parameters=states[0],
-        gathered=states[1],
-        gradients=states[2],
-        optimizer=states[3],
-        attention=attention,
-        feed_forward=feed_forward,
-        layer_inputs=inputs,
-        working=working,
-        logits=logits,
-        buffers=buffers,
-        fragmentation=software.fragmentation * (in_use - states[3]),
-        communicators=groups * (software.group_gib if is_gpu else CPU_GROUP_GIB) * GIB,
-        context=(software.context_gib if is_gpu else CPU_PROCESS_GIB) * GIB,
-    )
+        buffers += 4 * _work(scenario, False).kv_elements * scenario.element
+    if layout.zero >= 2 and layout.state_ranks > 1:
+        buffers += unit * (software.gather_bytes + software.reduce_bytes)
+    return buffers
 
 
 def _work(scenario: Scenario, sparse: bool) -> Work:

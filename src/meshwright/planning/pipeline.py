@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.schedules import Action, in_order, make_program, placement_of, stages_per_rank
+from meshwright.schedules import Action, in_order, make_program, placement_of, splits_backward, stages_per_rank
 
 ROUNDS = 3
 """Rounds of micro-batches, one for each rank, after which a schedule repeats itself."""
@@ -132,3 +132,14 @@ def in_flight(schedule: str, ranks: int, micro_batches: int) -> list[tuple[int, 
         held = [rounds * wave + max(0, min(wave, rest - chunk * wave)) for chunk in range(chunks)]
         result.append(tuple(held))
     return result
+
+
+def waiting_weights(schedule: str, ranks: int, micro_batches: int) -> list[int]:
+    """For each rank, of about how many passes the gradients of weights wait when it holds the most."""
+    if not splits_backward(schedule):
+        return [0] * ranks
+    if schedule == "zero-bubble":
+        return [min(micro_batches, rank + 1) for rank in range(ranks)]
+    if micro_batches < 2 * ranks:
+        return [min(2 * micro_batches, ranks + 1 + rank) for rank in range(ranks)]
+    return [ranks + (rank + 1) // 2 for rank in range(ranks)]

@@ -35,6 +35,8 @@ class Software:
     """Whether zero=1 sums whole gradients on every rank, rather than the part that the rank updates."""
     cast_copy: bool
     """Whether a stored wide parameter has a narrow copy that lives from its forward to its backward pass."""
+    late_gradients: bool
+    """Whether gradients have memory only from their backward pass to the optimizer's step."""
     gathered_saved: bool
     """Whether tokens that tensor-parallel ranks gathered are kept for the backward pass, rather than gathered again."""
     mlp_saved: float

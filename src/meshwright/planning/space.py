@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
-from meshwright.planning.memory import does_fit
+from meshwright.planning.memory import FITS, does_fit
 from meshwright.planning.operations import Operations
 from meshwright.planning.question import Question
 from meshwright.planning.scenario import Layout
@@ -86,7 +86,7 @@ class Space:
                     for ep in self._expert_degrees(dp):
                         if not self.legal(Layout(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, expert_tp=tp, sp=sequence)):
                             continue
-                        for micro_batch in self._micro_batches(question.shared // dp, cp):
+                        for micro_batch in micro_batches(question, question.shared // dp, cp):
                             if question.allows(ep=ep, micro_batch=micro_batch):
                                 yield Degrees(tp, pp, cp, dp, ep, micro_batch, sequence)
 
@@ -117,17 +117,6 @@ class Space:
         can = tp > 1 and self.question.sequence_length % tp == 0
         choices = [sp for sp in (True, False) if (can or not sp) and self.question.allows(sp="on" if sp else "off")]
         return choices[0] if choices else None
-
-    def _micro_batches(self, share: int, cp: int) -> list[int]:
-        """Powers of two that divide a rank's share, and the whole of it, unless that is long."""
-        if cp > 1:
-            return [1]  # Who splits sequences has no room for several of them at once.
-        most = max(MICRO_BATCH, PASS_TOKENS // self.question.sequence_length)
-        found = {1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most}
-        # One that is asked for need not be a power of two.
-        asked = [one.value for one in self.question.constraints if one.key == "micro_batch" and one.sign == "="]
-        found |= {size for size in asked if isinstance(size, int) and size > 0 and share % size == 0}
-        return sorted(found | ({share} if share <= most else set()))
 
     def _context_fits(self, cp: int, tp: int) -> bool:
         """Context parallel in powers of two, with at least 2048 tokens for each rank."""
@@ -183,11 +172,28 @@ class Space:
         key = degrees, offload, zero
         if key not in self._holds:
             # What fits without host memory fits with it, as far as the chip's own goes.
-            self._holds[key] = (offload != "none" and self._holds.get((degrees, "none", zero), False)) or any(
-                does_fit(self.question.scenario(layout, degrees.micro_batch))
-                for layout in self.smallest(degrees, offload, zero)
+            known = offload != "none" and self._holds.get((degrees, "none", zero), False)
+            self._holds[key] = known or (
+                self._states_may_fit(degrees, offload, zero)
+                and any(
+                    does_fit(self.question.scenario(layout, degrees.micro_batch))
+                    for layout in self.smallest(degrees, offload, zero)
+                )
             )
         return self._holds[key]
+
+    def _states_may_fit(self, degrees: Degrees, offload: str, zero: int) -> bool:
+        """Whether a rank with its even share of the model has room for that alone."""
+        question = self.question
+        if question.spec.experts is not None:
+            return True
+        software = question.known.software[question.software]
+        elements = question.parameters / (degrees.tp * degrees.pp)
+        shards = degrees.dp * degrees.cp if zero else 1
+        stored = software.parameter_bytes if offload != "parameters" else 0
+        held = (stored + software.gradient_bytes) / (shards if zero > 1 else 1)
+        held += software.optimizer_bytes / shards if offload == "none" else 0.0
+        return elements * held <= FITS * question.cluster.memory
 
     def smallest(self, degrees: Degrees, offload: str, zero: int) -> Iterator[Layout]:
         """What holds the least with that stage: both layer splits."""
@@ -231,6 +237,18 @@ class Space:
                 even = [len(part) for part in stage_layers(self.question.spec, stages, "even")]
                 self._splits[stages] += [] if sizes == even else ["+".join(map(str, sizes))]
         return self._splits[stages]
+
+
+def micro_batches(question: Question, share: int, cp: int) -> list[int]:
+    """Powers of two that divide a rank's share, and the whole of it, unless that is long."""
+    if cp > 1:
+        return [1]  # Who splits sequences has no room for several of them at once.
+    most = max(MICRO_BATCH, PASS_TOKENS // question.sequence_length)
+    found = {1 << power for power in range(most.bit_length()) if share % (1 << power) == 0 and 1 << power <= most}
+    # One that is asked for need not be a power of two.
+    asked = [one.value for one in question.constraints if one.key == "micro_batch" and one.sign == "="]
+    found |= {size for size in asked if isinstance(size, int) and size > 0 and share % size == 0}
+    return sorted(found | ({share} if share <= most else set()))
 
 
 def balanced_sizes(spec: ModelSpec, stages: int) -> list[int]:

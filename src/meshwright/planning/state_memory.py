@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.held_layers import stages_of
@@ -10,40 +12,80 @@ from meshwright.planning.scenario import Scenario
 GIB = float(1 << 30)
 
 
-def state_terms(
-    scenario: Scenario, plain: float, experts: float, ends: float, largest: float, kept: float, floor: bool
-) -> tuple[float, float, float, float]:
-    """Bytes of parameters, gathered ones, gradients and optimizer state."""
+LOSS, LAYER, END, ANY = "loss", "layer", "end", "any"
+"""Moments of a micro-step: at the loss; in the last layer's backward pass; when the backward pass ends; all at once."""
+States = tuple[float, float, float, float]
+"""Bytes of parameters, gathered ones, gradients and optimizer state."""
+
+
+class Held(NamedTuple):
+    """Elements that a rank has before sharding."""
+
+    plain: float
+    """With those of both ends of the model."""
+    experts: float
+    ends: float
+    largest: float
+    """Of one layer."""
+    kept: float
+    """Of those whose cast is kept for the backward pass."""
+
+
+def accumulates(scenario: Scenario) -> bool:
+    """Whether a micro-step finds gradients, of those before it or in buckets that are never given back."""
+    layout = scenario.layout
+    buckets = layout.zero < 2 and layout.dp * layout.cp > 1 and layout.tp == layout.pp == layout.ep == 1
+    return buckets or layout.pp > 1 or scenario.micro_steps > 1
+
+
+def state_terms(scenario: Scenario, held: Held, moment: str, floor: bool) -> States:
+    """What a rank has at a moment of its last micro-step; `floor`: of any ZeRO stage."""
     layout, software = scenario.layout, scenario.software
     shards = layout.state_ranks if layout.zero else 1
-    whole, own = plain + experts, plain / shards + experts * scenario.expert_share
-    narrow = scenario.element
+    whole, own = held.plain + held.experts, held.plain / shards + held.experts * scenario.expert_share
     wide = software.parameter_bytes if scenario.precision != "float32" else 4.0
     gradient = software.gradient_bytes if scenario.precision != "float32" else 4.0
     moments = software.optimizer_bytes if scenario.precision != "float32" else 8.0
     optimizer = own * moments if layout.offload == "none" else 0.0
-    if floor:
-        return own * wide if layout.offload != "parameters" else 0.0, 0.0, own * gradient, optimizer
-    casts = kept * narrow if software.cast_copy and scenario.precision != "float32" else 0.0
-    if layout.zero < 2 or layout.state_ranks == 1:
-        return (
-            whole * wide,
-            casts,
-            whole * gradient,
-            (optimizer if layout.zero else whole * moments * (layout.offload == "none")),
-        )
     stored = own * wide if layout.offload != "parameters" else 0.0
+    there = moment in (ANY, END) or accumulates(scenario)
+    if floor:
+        return stored, 0.0, own * gradient * there, optimizer
+    narrow = scenario.element
+    if layout.zero < 2 or layout.state_ranks == 1:
+        casts = held.kept * narrow * (software.cast_copy and scenario.precision != "float32" and moment != END)
+        if not layout.zero:
+            optimizer = whole * moments * (layout.offload == "none")
+        return whole * wide, casts, whole * gradient * there, optimizer
+    if software.late_gradients:
+        return (stored, *_our_shards(scenario, held, moment, own * gradient * there, there), optimizer)
     if layout.zero == 2:
-        gradients = (whole if layout.pp > 1 and software.cast_copy else own + largest) * gradient
+        gradients = (own + held.largest) * gradient
         if software.parameter_bytes == 2:
             return whole * wide, 0.0, gradients, optimizer
         return stored, whole * narrow, gradients, optimizer
-    gathered = min(whole, ends + 2 * largest) * narrow
-    gradients = own * gradient + (largest + (ends if software.cast_copy else 0)) * software.reduce_bytes
-    if layout.pp > 1 and software.cast_copy:
-        # Our pipeline adds gradients up whole and scatters them at the end.
-        gradients = whole * gradient
-    return stored, gathered, gradients, optimizer
+    gathered = min(whole, held.ends + 2 * held.largest) * narrow
+    return stored, gathered, own * gradient + held.largest * software.reduce_bytes, optimizer
+
+
+def _our_shards(scenario: Scenario, held: Held, moment: str, own: float, there: bool) -> tuple[float, float]:
+    """Gathered parameters and gradients of our own trainer with zero=2 and 3; `own` are this rank's sums."""
+    layout, software, whole = scenario.layout, scenario.software, held.plain + held.experts
+    units = 0.0 if moment == LOSS else 2 * held.largest
+    gathered = (whole if layout.zero == 2 else min(whole, held.ends + units)) * scenario.element
+    if layout.pp > 1:
+        # The pipeline adds gradients up whole and scatters them at the end.
+        return gathered, whole * (software.gradient_bytes if scenario.precision != "float32" else 4.0)
+    # What the root has sent is kept until the next backward pass sends something.
+    return gathered, own + held.ends * software.reduce_bytes * there
+
+
+def unit_bytes(scenario: Scenario, largest: float) -> float:
+    """Gradients of one layer on their way into shards, as our trainer has them: computed, and cast to be sent."""
+    layout = scenario.layout
+    if layout.zero < 2 or layout.state_ranks == 1 or layout.pp > 1:
+        return 0.0
+    return largest * (scenario.software.reduce_bytes + scenario.element)
 
 
 def host_bytes(scenario: Scenario) -> float:

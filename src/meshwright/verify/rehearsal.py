@@ -35,6 +35,7 @@ from meshwright.torch_private import FakeTensor, FakeTensorMode, in_backward, wi
 from meshwright.training.step import TrainingStep
 from meshwright.verify.collectives import Collective, collective_of
 from meshwright.verify.fake_world import fake_rank
+from meshwright.verify.gpu_kernels import like_a_gpu
 
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 Key = tuple[str, str, str]
@@ -78,7 +79,7 @@ def rehearse_step(
     # As many as a pipeline needs to be full; the difference shows what each adds.
     least = min(micro_steps, strategy.pp)
     most = min(micro_steps, 2 * strategy.pp)
-    with fake_rank(rank, strategy.world), ExitStack() as stack:
+    with fake_rank(rank, strategy.world), like_a_gpu(), ExitStack() as stack:
         follow = _Follow()
         world = World(rank=rank, size=strategy.world, backend="fake", pulse=follow.pulse)
         step = _Step(config, spec, strategy, world, stack=stack, follow=follow)
@@ -167,7 +168,7 @@ class _Follow(TorchDispatchMode):
             return _equal_shares(*inputs, **options)
         if operation is torch.ops.aten.repeat_interleave.self_Tensor and not isinstance(inputs[1], FakeTensor):
             return inputs[0].new_empty(int(inputs[1].sum()))
-        given = [leaf for leaf in tree_leaves((inputs, options)) if isinstance(leaf, Tensor)]
+        given = _tensors((inputs, options))
         if given and not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
             # Meshes are real, and so are the experts' shares.
             with without_modes():
@@ -201,7 +202,7 @@ class _Follow(TorchDispatchMode):
 
     def _hold(self, given: list[Tensor], result: Any) -> None:
         """Count what is new; storages that are there already may have been made larger or empty (FSDP does)."""
-        for tensor in [*given, *tree_leaves(result)]:
+        for tensor in [*given, *_tensors(result)]:
             if type(tensor) is not FakeTensor:
                 continue
             storage = tensor.untyped_storage()
@@ -223,6 +224,11 @@ class _Follow(TorchDispatchMode):
     def _forget(self, storage: int) -> None:
         self.now -= self._sizes.pop(storage)
         self._storages.pop(storage)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """The tensors among values; of DTensors this rank's part, since what they do with it is not seen."""
+    return [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _equal_shares(of: Tensor, weights: None = None, minlength: int = 0) -> Tensor:
