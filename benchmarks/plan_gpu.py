@@ -10,6 +10,7 @@ own step; and the peak memory, predicted and real.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -83,6 +84,8 @@ def measured(spec: ModelSpec, tokens: int, micro_batch: int, micro_steps: int, r
             seconds.append(time.perf_counter() - started)
         peak = float(torch.cuda.max_memory_allocated())
         del step
+        # What is left of it in cycles would count as the next one's.
+        gc.collect()
         torch.cuda.empty_cache()
     return statistics.median(seconds[2:]), peak
 
