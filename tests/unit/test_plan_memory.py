@@ -27,19 +27,19 @@ MEASURED = list(csv.DictReader((Path(__file__).parents[2] / "benchmarks/data/h20
 def scenario_of(row: dict[str, str]) -> Scenario:
     spec = preset(row["model"]).model_copy(update={"num_hidden_layers": int(row["layers"])})
     size, length = int(row["micro_batch"]), int(row["sequence_length"])
-    layout = Layout(recompute=row["recompute"])
-    return Scenario(spec, layout, parse_cluster("1xh200"), constants().software["meshwright"], length, size, size)
+    layout, batch = Layout(recompute=row["recompute"]), size * int(row["micro_steps"])
+    return Scenario(spec, layout, parse_cluster("1xh200"), constants().software["meshwright"], length, size, batch)
 
 
-@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(list(row.values())[:5]))
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(list(row.values())[:6]))
 def test_peak_of_our_decoder_is_what_an_h200_measured(row: dict[str, str]) -> None:
     terms = memory_of(scenario_of(row)).stages[0]
-    assert terms.allocated / 2**20 == pytest.approx(int(row["peak_allocated_mib"]), rel=0.03)
+    assert terms.allocated / 2**20 == pytest.approx(int(row["peak_allocated_mib"]), rel=0.025)
 
 
 def test_step_time_of_our_decoder_is_near_what_an_h200_measured() -> None:
     errors = []
-    for row in MEASURED:
+    for row in filter(lambda row: row["step_ms"], MEASURED):
         parts = Timer(scenario_of(row), constants()).parts()
         errors.append(abs((parts.compute + parts.recompute) * 1e3 / float(row["step_ms"]) - 1))
     assert sorted(errors)[len(errors) // 2] < 0.10
