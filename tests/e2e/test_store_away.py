@@ -93,3 +93,31 @@ def test_a_store_that_goes_away_is_no_damage(monkeypatch: pytest.MonkeyPatch) ->
                 ask()
     assert "damaged.json" not in folder.names()
     assert find_damage(folder) == []
+
+
+def test_a_save_that_cannot_be_read_again_is_neither_verified_nor_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = open_place("memory://unseen/checkpoints")
+    own_place(place, "a-run")
+    saver = Saver(place, Exchange(None), Retention(last=1))
+    parts = {"model.x": Held.of(torch.randn(4))}
+    saver.save(facts(3), parts, background=False)
+
+    def cut_off(*_: object, **__: object) -> None:
+        raise OSError("connection reset")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "cat_file", cut_off)
+        saver.save(facts(6), parts, background=False)
+    first, second = saver.outcomes()
+    assert first.unseen is None
+    assert second.error is None
+    assert second.damage == ()
+    assert "connection reset" in (second.unseen or "")
+    folder = place.child("step-000006")
+    assert not {"verified.json", "damaged.json"} & set(folder.names())
+    assert find_damage(folder) == []
+    # What is not known to be whole replaces nothing.
+    assert verified_at(place.child("step-000003")) is not None
+    saver.save(facts(9), parts, background=False)
+    assert [one.unseen for one in saver.outcomes()] == [None]
+    assert verified_at(place.child("step-000009")) is not None

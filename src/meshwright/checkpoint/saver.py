@@ -31,7 +31,7 @@ from meshwright.checkpoint.pieces import Parts, PieceSavePlanner, dtype_name, wr
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.retention import Retention, prune
 from meshwright.checkpoint.writer import CheckpointWriter, Stored, piece_bytes
-from meshwright.errors import CheckpointError, UserError
+from meshwright.errors import CheckpointError, StoreError, UserError
 from meshwright.parallel.exchange import Exchange
 
 NICE = 10
@@ -51,6 +51,8 @@ class Outcome:
     error: str | None = None
     damage: tuple[Damage, ...] = ()
     """What reading it again found."""
+    unseen: str | None = None
+    """Why it could not be read again: it is neither known to be whole nor damaged."""
     pruned: tuple[int, ...] = ()
 
 
@@ -205,10 +207,18 @@ class Saver:
                 self._outcomes.put(Outcome(job.step, seconds, job.stalled, error=error))
                 return
             self.durable_step = job.step
-            damage, pruned = self._look_again(job)
+            damage, unseen, pruned = self._look_again(job)
             nbytes = job.planned.nbytes
             self._outcomes.put(
-                Outcome(job.step, seconds, job.stalled, nbytes, damage=tuple(damage), pruned=tuple(pruned))
+                Outcome(
+                    job.step,
+                    seconds,
+                    job.stalled,
+                    nbytes,
+                    damage=tuple(damage),
+                    unseen=unseen,
+                    pruned=tuple(pruned),
+                )
             )
         except Exception as error:  # The thread's own end: whoever asks for outcomes hears of it.
             if self.durable_step != job.step:
@@ -241,29 +251,39 @@ class Saver:
                 job.writer.abandon()
         return answer
 
-    def _look_again(self, job: _Job) -> tuple[list[Damage], list[int]]:
-        """Every rank reads what it wrote; the first one remembers the result and removes what need not stay."""
+    def _look_again(self, job: _Job) -> tuple[list[Damage], str | None, list[int]]:
+        """Every rank reads what it wrote; the first one remembers the result and removes what need not stay.
+
+        Gives what is damaged, why it could not be read, and what was removed.
+        """
         if not self.verify:
-            return [], []
+            return [], None, []
         folder = self.checkpoints.child(step_name(job.step))
-        own = job.writer.written
+        own, unseen = job.writer.written, None
         try:
             found = find_damage(folder, own, threads=1, between=self._pace.breathe)
+        except StoreError as error:
+            found, unseen = [], str(error)
         except Exception as error:
             found = [Damage(", ".join(sorted(own)), None, f"{folder} cannot be read again: {_said(error)}")]
-        everyone = self.exchange.collect([[one.file, one.tensor, one.what] for one in found])
-        damage = [Damage(*one) for told in everyone for one in told]
+        everyone = self.exchange.collect([unseen, [[one.file, one.tensor, one.what] for one in found]])
         pruned = []
+        damage = [Damage(*one) for _, told in everyone for one in told]
         if self.exchange.is_first:
+            unseen = next((why for why, _ in everyone if why is not None), None)
             try:
-                mark(folder, damage)
+                if damage or unseen is None:
+                    mark(folder, damage)
                 self._at("retention", job.step)
-                if not damage:
+                if not damage and unseen is None:
                     pruned = prune(self.checkpoints, self.retention)
+            except StoreError as error:
+                unseen = str(error)
             except Exception as error:
                 damage.append(Damage(step_name(job.step), None, f"{self.checkpoints}: {_said(error)}"))
-        answer = self.exchange.answer([[[one.file, one.tensor, one.what] for one in damage]] * self.exchange.size)
-        return [Damage(*one) for one in answer], pruned
+        told = [unseen, [[one.file, one.tensor, one.what] for one in damage]]
+        unseen, damaged = self.exchange.answer([told] * self.exchange.size)
+        return [Damage(*one) for one in damaged], unseen, pruned
 
 
 @dataclass

@@ -199,6 +199,9 @@ def _record(trainer: TrainingLoop, outcome: Outcome) -> None:
     if outcome.damage:
         text = f"the checkpoint of step {step} cannot be trusted: {outcome.damage[0].what}; earlier ones stay"
         _tell(trainer, "checkpoint_damaged", text, step)
+    elif outcome.unseen is not None:
+        text = f"the checkpoint of step {step} is written and was not read again: {outcome.unseen}; nothing is removed"
+        _tell(trainer, "checkpoint_unverified", text, step)
 
 
 def _tell(trainer: TrainingLoop, kind: str, text: str, step: int | None = None) -> None:
