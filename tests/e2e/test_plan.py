@@ -158,7 +158,10 @@ def test_days_cost_and_interruptions() -> None:
     found = as_json(*SMALL, "--tokens", "300B", "--price", "2", "--spot", "4")
     best = found["best"]
     assert best["cost"] == pytest.approx(best["days"] * 24 * 2 * 8, rel=1e-3)
-    assert found["spot"]["best_slower"] <= found["spot"]["slower"] + 1e-9
+    spot = found["spot"]
+    assert spot["best_slower"] <= spot["slower"] + 1e-9
+    assert spot["days"] * (1 - spot["slower"]) == pytest.approx(found["best"]["days"], rel=1e-3)
+    assert spot["cost"] == pytest.approx(spot["days"] * 24 * 2 * found["best"]["gpus"], rel=1e-6)
 
 
 def test_the_page_and_the_terminal_say_all_that_json_says(tmp_path: Path) -> None:

@@ -90,40 +90,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plan and show it."""
-    from meshwright.cluster.cluster import HERE, parse_cluster
+    from meshwright.cluster.cluster import parse_cluster
     from meshwright.planning.answer import plan
 
     if args.calibrate:
         return _calibrate()
-    if args.cluster is None:
-        raise UserError("--cluster is missing; write a number of chips (64xh100), a cluster file, or here")
-    if args.strategy is not None and args.ask is not None:
-        raise UserError(
-            f"--ask {args.ask} searches, and --strategy is one; write what must hold as constraints instead"
-        )
-    if args.model is None and args.ask != "largest-model":
-        raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
-    if args.out is not None and args.emit is None:
-        raise UserError("--out says where --emit writes; add --emit run")
-    if args.interval is not None and args.spot is None:
-        raise UserError("--interval says how often to save under interruptions; add --spot N")
-    if args.spot is not None and not 0 < args.spot <= 86_400:
-        raise UserError(f"--spot={args.spot} is not a number of interruptions a day; give one above 0, up to 86400")
-    if args.interval is not None and not 1e-3 <= args.interval <= 1e9:
-        raise UserError(f"--interval={args.interval} is not a number of seconds between checkpoints; give one above 0")
-    _check_writable("--html", args.html)
-    _check_writable("--out", args.out)
-    if args.try_limit is not None and (args.try_out is None or args.try_limit <= 0):
-        raise UserError("--try-limit is a number of seconds above 0 for each candidate of --try; add --try K")
-    if args.try_out is not None and args.cluster != HERE:
-        raise UserError(
-            f"--try runs candidates on this machine, and --cluster={args.cluster} is not this machine; "
-            "use --cluster here, or give the command on one that has these chips"
-        )
+    _refuse(args)
     cluster = parse_cluster(args.cluster)
     if args.price is not None:
-        if not 0 < args.price < 1e9:
-            raise UserError(f"--price={args.price} is not money for a chip and hour; give a number above 0")
         cluster = cluster.with_price(args.price)
     asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
     made = plan(
@@ -169,7 +143,9 @@ def run(args: argparse.Namespace) -> int:
 
         _write("--html", args.html, page(made, said))
         said.append(f"wrote {args.html}")
-    if args.emit is not None and made.best is not None:
+    if args.emit is not None and made.best is None:
+        said.append("nothing fits, so --emit wrote nothing")
+    elif args.emit is not None:
         from meshwright.planning.emit import run_file
 
         out = args.out or Path("run.toml")
@@ -180,6 +156,39 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(made, said)
     return 0 if answered else 1
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """Raise a UserError where options are missing, contradict each other, or are no such number."""
+    from meshwright.cluster.cluster import HERE
+
+    if args.cluster is None:
+        raise UserError("--cluster is missing; write a number of chips (64xh100), a cluster file, or here")
+    if args.strategy is not None and args.ask is not None:
+        raise UserError(
+            f"--ask {args.ask} searches, and --strategy is one; write what must hold as constraints instead"
+        )
+    if args.model is None and args.ask != "largest-model":
+        raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
+    if args.out is not None and args.emit is None:
+        raise UserError("--out says where --emit writes; add --emit run")
+    if args.interval is not None and args.spot is None:
+        raise UserError("--interval says how often to save under interruptions; add --spot N")
+    if args.spot is not None and not 0 < args.spot <= 86_400:
+        raise UserError(f"--spot={args.spot} is not a number of interruptions a day; give one above 0, up to 86400")
+    if args.interval is not None and not 1e-3 <= args.interval <= 1e9:
+        raise UserError(f"--interval={args.interval} is not a number of seconds between checkpoints; give one above 0")
+    _check_writable("--html", args.html)
+    _check_writable("--out", args.out)
+    if args.try_limit is not None and (args.try_out is None or args.try_limit <= 0):
+        raise UserError("--try-limit is a number of seconds above 0 for each candidate of --try; add --try K")
+    if args.try_out is not None and args.cluster != HERE:
+        raise UserError(
+            f"--try runs candidates on this machine, and --cluster={args.cluster} is not this machine; "
+            "use --cluster here, or give the command on one that has these chips"
+        )
+    if args.price is not None and not 0 < args.price < 1e9:
+        raise UserError(f"--price={args.price} is not money for a chip and hour; give a number above 0")
 
 
 def _check_writable(option: str, path: Path | None) -> None:
@@ -305,4 +314,11 @@ def _spot(args: argparse.Namespace, made: Plan) -> dict[str, object]:
             f"{found.interval_s:.0f} s training does not get on: more than all of the time is lost; the best interval "
             f"is {found.best_interval_s:.0f} s ({found.best_slower:.1%} lost)"
         )
-    return {**vars(found), "text": text}
+    days, cost = made.days(made.best), made.cost(made.best)
+    if days is None or found.slower >= 1:
+        return {**vars(found), "text": text}
+    # So much of the time is lost, not added.
+    longer = 1 / (1 - found.slower)
+    text += f"; all tokens take {days * longer:,.1f} days instead of {days:,.1f}"
+    text += f", for {cost * longer:,.0f} instead of {cost:,.0f}" if cost is not None else ""
+    return {**vars(found), "days": days * longer, "cost": None if cost is None else cost * longer, "text": text}
