@@ -21,6 +21,7 @@ from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.families import family_of
 from meshwright.planning.memory import memory_of
 from meshwright.planning.question import Candidate, Question, estimate
+from meshwright.planning.runners import fewest_gpus
 from meshwright.planning.scenario import Layout
 from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space, allowed
@@ -208,6 +209,37 @@ def test_constraints_that_leave_degrees_but_no_strategy_are_told(
 
 def question_factor(cluster: str) -> int:
     return {"16xh100": 16, "64xh100": 64}.get(cluster, 6)
+
+
+def test_the_cheapest_change_meets_the_constraints() -> None:
+    spec, cluster = preset("llama3.1-8b"), parse_cluster("8xh100")
+    plain = Question(spec, cluster, 4096, 64)
+    bound = replace(plain, constraints=parse_constraints(["zero<=1 offload=none micro_batch=2"]))
+    failing = estimate(bound, Strategy.parse("dp=8", 8), 2)
+    assert not failing.fits
+    free, held = cheapest_change(plain, failing), cheapest_change(bound, failing)
+    assert free is not None
+    assert free.candidate.strategy.zero > 1
+    assert held is not None
+    assert held.candidate.strategy.zero <= 1
+    assert held.candidate.strategy.offload == "none"
+    assert held.candidate.micro_batch == 2
+
+
+@pytest.mark.parametrize("words", ["tp=1 pp=1", "offload=none", "offload=none dp<=3"])
+def test_no_smaller_number_of_machines_would_do(words: str) -> None:
+    question = Question(
+        preset("llama3.1-70b"), parse_cluster("96xh100"), 4096, 96, constraints=parse_constraints([words])
+    )
+    found = fewest_gpus(question)
+    assert found is not None
+    for count in range(1, found.gpus):
+        if count <= 8 or count % 8 == 0:
+            try:
+                best = search(replace(question, cluster=question.cluster.with_gpus(count))).best
+            except UserError:
+                continue
+            assert best is None, count
 
 
 def test_the_cheapest_change_makes_a_failing_choice_fit() -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from meshwright.errors import ConfigError
 from meshwright.planning.memory import does_fit
 from meshwright.planning.question import Candidate, Question, estimate
+from meshwright.planning.scenario import Layout
+from meshwright.planning.space import allowed
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
 
@@ -50,8 +52,10 @@ def _saved(change: Change, candidate: Candidate) -> float:
 
 
 def changes(question: Question, candidate: Candidate) -> Iterator[Change]:
-    """All single changes that might help."""
+    """All single changes that might help and that the constraints allow."""
     for what, strategy, micro_batch in _tried(question, candidate):
+        if not (allowed(question, Layout.of(strategy)) and question.allows(micro_batch=micro_batch)):
+            continue
         try:
             strategy.check(question.spec, question.cluster.gpus, question.sequence_length)
         except ConfigError:

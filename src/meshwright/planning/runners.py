@@ -20,6 +20,10 @@ LOOKED_AT = 150
 """Degrees that a quick look at another family or number of chips goes through."""
 
 
+ONE_BY_ONE = 16
+"""Numbers of machines up to which each is tried."""
+
+
 @dataclass(frozen=True)
 class Runner:
     """A family of strategies that lost, its best member, and what it loses on."""
@@ -122,11 +126,18 @@ def fewest_gpus(question: Question) -> Cluster | None:
     for count in range(1, min(node, gpus) + 1):
         if fits(count):
             return question.cluster.with_gpus(count)
-    counts = [*range(2 * node, gpus, node), gpus]
-    low, high = -1, len(counts) - 1
-    if gpus <= node or not fits(gpus):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(counts[middle]) else (middle, high)
-    return question.cluster.with_gpus(counts[high])
+    machines = 1
+    while machines * node < gpus:
+        before, machines = machines, min(2 * machines, -(-gpus // node))
+        if not fits(min(machines * node, gpus)):
+            continue
+        # Between the two a batch may not be divisible by every number: few of them are tried one by one.
+        counts = [*range((before + 1) * node, machines * node, node), min(machines * node, gpus)]
+        if len(counts) <= ONE_BY_ONE:
+            return question.cluster.with_gpus(next(filter(fits, counts)))
+        low, high = -1, len(counts) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(counts[middle]) else (middle, high)
+        return question.cluster.with_gpus(counts[high])
+    return None
