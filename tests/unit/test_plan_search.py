@@ -226,11 +226,10 @@ def test_the_cheapest_change_meets_the_constraints() -> None:
     assert held.candidate.micro_batch == 2
 
 
-@pytest.mark.parametrize("words", ["tp=1 pp=1", "offload=none", "offload=none dp<=3"])
+@pytest.mark.parametrize("words", ["tp=1 pp=1", "offload=none", "offload=none pp=1 cp=1", "offload=none dp<=3"])
 def test_no_smaller_number_of_machines_would_do(words: str) -> None:
-    question = Question(
-        preset("llama3.1-70b"), parse_cluster("96xh100"), 4096, 96, constraints=parse_constraints([words])
-    )
+    constraints = parse_constraints([words])
+    question = Question(preset("llama3.1-70b"), parse_cluster("128xh100"), 4096, 128, constraints=constraints)
     found = fewest_gpus(question)
     assert found is not None
     for count in range(1, found.gpus):
