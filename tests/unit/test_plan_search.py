@@ -229,7 +229,7 @@ def test_the_cheapest_change_meets_the_constraints() -> None:
 @pytest.mark.parametrize("words", ["tp=1 pp=1", "offload=none", "offload=none pp=1 cp=1", "offload=none dp<=3"])
 def test_no_smaller_number_of_machines_would_do(words: str) -> None:
     constraints = parse_constraints([words])
-    question = Question(preset("llama3.1-70b"), parse_cluster("128xh100"), 4096, 128, constraints=constraints)
+    question = Question(preset("llama3.1-70b"), parse_cluster("96xh100"), 4096, 128, constraints=constraints)
     found = fewest_gpus(question)
     assert found is not None
     for count in range(1, found.gpus):
