@@ -59,3 +59,14 @@ SPECS = {
         experts=_EXPERTS.model_copy(update={"router_aux_loss_coef": 0.01, "router_bias_update_rate": 0.01})
     ),
 }
+
+PLANNED = ModelSpec(
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=5504,
+    num_hidden_layers=8,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    max_position_embeddings=4096,
+)
+"""Small for a GPU, large enough for its times to be more than latency."""

@@ -80,6 +80,12 @@ def test_interface_to_this_machine_is_loopback() -> None:
     assert interface_to(Endpoint("127.0.0.1", 1)) == "lo"
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "::ffff:0.0.0.0"])
+def test_no_store_on_every_network(host: str) -> None:
+    with pytest.raises(ConfigError, match="every network"):
+        rendezvous.listen(Endpoint(host, 0))
+
+
 @pytest.fixture
 def store() -> TCPStore:
     return rendezvous.serve(rendezvous.listen(Endpoint("127.0.0.1", 0)), "run")

@@ -27,16 +27,7 @@ from meshwright.planning.space import Degrees, Space
 from meshwright.planning.timing import Timer
 from meshwright.schedules import stages_per_rank
 from meshwright.strategy import Strategy
-
-SMALL = ModelSpec(
-    vocab_size=32000,
-    hidden_size=2048,
-    intermediate_size=5504,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    max_position_embeddings=4096,
-)
+from tests.unit.specs import PLANNED as SMALL
 
 
 def chips(name: str, tflops: float, gib: float, gpus: int, nic: float = 50) -> Cluster:

@@ -27,16 +27,8 @@ from meshwright.planning.search import plain_best, search
 from meshwright.planning.space import Space, allowed
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
+from tests.unit.specs import PLANNED as SMALL
 
-SMALL = ModelSpec(
-    vocab_size=32000,
-    hidden_size=2048,
-    intermediate_size=5504,
-    num_hidden_layers=8,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    max_position_embeddings=4096,
-)
 SPARSE = SMALL.model_copy(
     update={"experts": preset("tiny-moe").experts.model_copy(update={"num_experts": 8, "moe_intermediate_size": 1024})}  # type: ignore[union-attr]
 )

@@ -8,6 +8,7 @@ a name that changes, and its age is counted by whoever sees it change.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -77,7 +78,8 @@ def listen(endpoint: Endpoint) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_STREAM)[
             0
         ]
-        if address[0] in ("0.0.0.0", "::"):
+        place = ipaddress.ip_address(str(address[0]).partition("%")[0])
+        if (getattr(place, "ipv4_mapped", None) or place).is_unspecified:
             raise ConfigError(
                 f"--listen {endpoint} means every network of this machine; name the address that the nodes use"
             )
