@@ -168,6 +168,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UserError(
             f"--ask {args.ask} searches, and --strategy is one; write what must hold as constraints instead"
         )
+    if args.ask == "fewest-gpus" and args.objective not in ("throughput", "fewest-gpus"):
+        raise UserError(f"--ask fewest-gpus and --objective={args.objective} are two questions; ask one of them")
     if args.model is None and args.ask != "largest-model":
         raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
     if args.out is not None and args.emit is None:

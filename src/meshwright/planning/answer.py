@@ -22,7 +22,7 @@ from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import search
+from meshwright.planning.search import OBJECTIVES, search
 from meshwright.planning.space import allowed
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import AUTO, Strategy
@@ -221,6 +221,10 @@ def read_model(model: str | ModelSpec) -> tuple[str, ModelSpec]:
     return model, preset(model)
 
 
+MOST_TOKENS = 1 << 27
+"""Of a sequence."""
+
+
 def plan(
     model: str | ModelSpec,
     cluster: str | Cluster,
@@ -248,6 +252,8 @@ def plan(
     length = min(spec.max_position_embeddings, 4096) if sequence_length is None else sequence_length
     if any(size is not None and size < 1 for size in (length, global_batch, micro_batch)):
         raise UserError("sequence length, global batch and micro-batch must be whole numbers from 1")
+    if length > MOST_TOKENS:
+        raise UserError(f"sequences of {length:,} tokens are longer than any training run's; use up to {MOST_TOKENS:,}")
     batch = global_batch or default_batch(length, machines.gpus)
     texts = [constraints] if isinstance(constraints, str) else list(constraints)
     if strategy is not None and strategy.split()[:1] in ([], [AUTO]):
@@ -271,8 +277,15 @@ def plan(
         for one in precisions_of(precision, machines)
     ]
     question = asked[0]
+    if objective not in OBJECTIVES:
+        raise UserError(f"--objective={objective} is not one of {', '.join(OBJECTIVES)}")
     if strategy is not None:
-        return _of_one(question, name, strategy, micro_batch, tokens)
+        if objective != OBJECTIVES[0]:
+            raise UserError(
+                f"--objective={objective} is for a search, and --strategy is one strategy; drop one of them"
+            )
+        given = [_of_one(one, name, strategy, micro_batch, tokens) for one in asked]
+        return min(given, key=lambda one: one.best.step_s if one.best is not None else float("inf"))
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question) or question.cluster)
     by = objective if objective in ("memory", "cost") else "throughput"

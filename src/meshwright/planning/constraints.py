@@ -93,6 +93,8 @@ def not_searched(constraints: Iterable[Constraint]) -> str | None:
             ("schedule", "gpipe"): "1f1b takes as long and holds less",
             ("layers", "balanced"): "the search has its own splits, as N+N",
         }.get((one.key, kind))
+        if one.key == "layers" and "+" in kind:
+            reason = "even stages are, and fewer layers where the head is"
         if one.key == "schedule" and kind == "interleaved" and count not in ("", "2", "4", "8"):
             reason = "of interleaved those with 2, 4 and 8 stages a rank are"
         if one.key == "recompute" and kind == "first" and count:
@@ -113,6 +115,9 @@ def _check_together(constraints: list[Constraint]) -> None:
         if key in NUMBERS:
             numbers = range(4) if key == "zero" else range(1, 100_001)
             if not any(all(one.holds({key: number}) for one in own) for number in numbers):
+                if len(own) == 1:
+                    which = "0, 1, 2 or 3" if key == "zero" else "a whole number from 1"
+                    raise UserError(f"constraint {own[0]} leaves nothing: {key} is {which}")
                 raise UserError(f"constraints contradict each other: {', '.join(map(str, own))}")
         else:
             wanted = {one.value for one in own if one.sign == "="}

@@ -22,9 +22,10 @@ from meshwright.planning.bounds import layer_kinds
 from meshwright.planning.group_splits import MOST_SHARE, layers_by_chip, moves, shares_by_chip
 from meshwright.planning.group_times import GroupTimer, memory_on, on_group
 from meshwright.planning.memory import Memory
+from meshwright.planning.nothing import no_degrees
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features, estimate
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import no_degrees, search
+from meshwright.planning.search import search
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Timer
 from meshwright.schedules import stages_per_rank

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 
@@ -28,9 +28,11 @@ def fits(question: Question) -> Candidate | None:
 
 
 def longest_sequence(question: Question) -> tuple[int, Candidate] | None:
-    """The longest sequence, a multiple of 1024 up to the model's positions, at the same number of tokens a step where
-    the batch allows it."""
-    tokens = question.global_batch * question.sequence_length
+    """The longest sequence: a multiple of 1024 up to the model's positions, these themselves, or the one asked about.
+
+    It has the same number of tokens a step where the batch allows it.
+    """
+    tokens, positions = question.global_batch * question.sequence_length, question.spec.max_position_embeddings
 
     def at(length: int) -> Candidate | None:
         gpus = question.cluster.gpus
@@ -39,8 +41,8 @@ def longest_sequence(question: Question) -> tuple[int, Candidate] | None:
         batch = batch // gpus * gpus if batch >= gpus else 1 << (batch.bit_length() - 1)
         return fits(replace(question, sequence_length=length, global_batch=batch))
 
-    positions = question.spec.max_position_embeddings
-    return _largest(at, min(1024, positions), positions)
+    lengths = sorted({*range(1024, positions + 1, 1024), positions, min(question.sequence_length, positions)})
+    return _largest(at, lengths)
 
 
 def largest_micro_batch(question: Question) -> tuple[int, Candidate] | None:
@@ -68,26 +70,28 @@ def largest_model(question: Question) -> tuple[str, Candidate] | None:
     return None
 
 
-def _largest(at: Callable[[int], Candidate | None], step: int, most: int) -> tuple[int, Candidate] | None:
-    """The largest multiple of a step up to a limit for which there is something."""
-    low, best = 0, None
-    high = step
-    while high <= most:
-        found = at(high)
-        if found is None:
+def _largest(at: Callable[[int], Candidate | None], sizes: Sequence[int]) -> tuple[int, Candidate] | None:
+    """The largest of ascending sizes for which there is something.
+
+    There may be nothing for small ones either, so it comes from above: by halves, then between the two.
+    """
+    high = len(sizes)
+    while high:
+        low = high // 2 if high < len(sizes) else high - 1
+        best = at(sizes[low])
+        if best is not None:
             break
-        low, best, high = high, found, high * 2
-    if best is None:
+        high = low
+    else:
         return None
-    high = min(high, most + step)
-    while high - low > step:
-        middle = (low + high) // 2 // step * step
-        found = at(middle)
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = at(sizes[middle])
         if found is None:
             high = middle
         else:
             low, best = middle, found
-    return low, best
+    return sizes[low], best
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,15 @@ from meshwright.planning.timing import Parts
 
 
 def least_memory(question: Question, space: Space, pending: Sequence[Degrees], keep: int) -> Found:
-    """What needs the least memory, without host memory unless it is asked for: all recompute, the leanest schedule."""
-    offload = next((one for one in ("none", "optimizer", "parameters") if question.allows(offload=one)), "none")
-    sized = [
-        (memory_of(question.scenario(layout, degrees.micro_batch), quick=True).peak, index, layout, degrees)
-        for index, (degrees, layout) in enumerate(
-            (degrees, layout) for degrees in pending for layout in leanest(question, space, degrees, offload)
-        )
-    ]
+    """What needs the least of a chip's memory: all recompute, the leanest schedule, host memory where it has room."""
+    sized: list[tuple[bool, float, int, Layout, Degrees]] = []
+    for offload in space.offloads():
+        for degrees in pending:
+            for layout in leanest(question, space, degrees, offload):
+                memory = memory_of(question.scenario(layout, degrees.micro_batch), quick=True)
+                sized.append((memory.verdict != "fits", memory.peak, len(sized), layout, degrees))
     found = []
-    for _, _, layout, degrees in sorted(sized, key=lambda one: one[:2])[:keep]:
+    for *_, layout, degrees in sorted(sized, key=lambda one: one[:3])[:keep]:
         found.append(estimate(question, layout.strategy(), degrees.micro_batch))
     fitting = sorted((one for one in found if one.fits), key=lambda one: one.score("memory"))
     nearest = None if fitting or not found else found[0]
@@ -55,7 +54,7 @@ def leanest(question: Question, space: Space, degrees: Degrees, offload: str) ->
 def nearest(question: Question, space: Space, pending: Sequence[Degrees]) -> Candidate | None:
     """Where nothing fits, what needs the least memory of all that meets the constraints."""
     found: Candidate | None = None
-    offloads = [one for one in ("parameters", "optimizer", "none") if question.allows(offload=one)]
+    offloads = space.offloads()[::-1]
     for degrees in pending:
         own = next((one for one in offloads if space.zero_stages(degrees, one)), None)
         for layout in leanest(question, space, degrees, own) if own is not None else ():

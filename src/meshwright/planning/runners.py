@@ -42,19 +42,14 @@ def runners_of(question: Question, best: Candidate) -> tuple[Runner, ...]:
         if family == family_of(best.strategy):
             continue
         asked = replace(question, constraints=(*question.constraints, *extra))
-        candidate = plain_best(asked, LOOKED_AT)
+        # What fits may not be among the plain ones.
+        candidate = plain_best(asked, LOOKED_AT) or _searched(asked)
         if candidate is not None:
             candidate = in_full(question, candidate)
             runners.append(Runner(family, candidate, None, loss(best, candidate)))
             continue
         failing = _smallest(asked)
-        if failing is not None and failing.fits:
-            # What the constraints leave is not among the plain ones.
-            candidate = _searched(asked)
-            if candidate is not None:
-                candidate = in_full(question, candidate)
-                runners.append(Runner(family, candidate, None, loss(best, candidate)))
-        elif failing is not None:
+        if failing is not None and not failing.fits:
             failing = in_full(question, failing)
             peak = failing.memory.peak / GIB
             reason = f"does not fit: {peak:.1f} of {failing.memory.capacity / GIB:.1f} GiB"
@@ -96,6 +91,8 @@ def loss(best: Candidate, other: Candidate) -> str:
     name = max(more, key=lambda one: more[one])
     if slower <= 0:
         return f"{-slower:.1%} faster, not enough for what it adds"
+    if more[name] > other.step_s - best.step_s:
+        return f"{slower:.1%} slower: {words[name]} {more[name]:+.3g} s, of which it wins some back elsewhere"
     return f"{slower:.1%} slower, most of it {words[name]} ({more[name]:+.3g} s)"
 
 

@@ -23,9 +23,9 @@ from meshwright.planning.bounds import (
     layer_kinds,
     needed_layers,
 )
-from meshwright.planning.constraints import not_searched
 from meshwright.planning.least_memory import least_memory, nearest
 from meshwright.planning.memory import does_fit, memory_of
+from meshwright.planning.nothing import no_degrees
 from meshwright.planning.question import FEATURE, Candidate, Found, Question, count_features
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.space import Degrees, Space, allowed, plain
@@ -61,9 +61,7 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     # A little more than what is known to be possible, so that it is found again.
     start = _possible(question, space, pending)
     best = start.score(objective)[0] * (1 + 1e-9) if start is not None else float("inf")
-    for offload in ("none", "optimizer", "parameters"):
-        if not question.allows(offload=offload):
-            continue
+    for offload in space.offloads():
         for index, degrees in enumerate(pending):
             if degrees.bound >= best:
                 bounded += len(pending) - index
@@ -136,24 +134,6 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
                         best = Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, parts)
                 break
     return best
-
-
-def no_degrees(question: Question) -> str:
-    """Why there is nothing to search, and what to change."""
-    outside = not_searched(question.constraints)
-    if outside is not None:
-        return outside
-    given = ", ".join(map(str, question.constraints))
-    gpus, batch = question.cluster.gpus, question.global_batch
-    if given:
-        return (
-            f"no strategy for {gpus} GPUs and a global batch of {batch} meets {given}; "
-            "drop one of them, or change the batch so that data parallel ranks divide it"
-        )
-    return (
-        f"a global batch of {batch} cannot be dealt out to {gpus} GPUs: what tensor, pipeline and context parallel "
-        f"leave must divide it; use a multiple of {gpus}, or of a large divisor of it"
-    )
 
 
 @dataclass(frozen=True)

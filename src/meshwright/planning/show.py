@@ -51,7 +51,9 @@ def show(plan: Plan, console: Console) -> None:
 
 def table_of(plan: Plan) -> Table:
     """Candidates, best first."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, caption_justify="left")
+    if len(plan.candidates) > 1:
+        table.caption = "in the order of time, where every feature must earn one percent of it"
     names = ["strategy", "micro-batch", "verdict", "GiB", "s/step", "tokens/s/GPU", "MFU"]
     if plan.tokens is not None:
         names += ["days", "cost"]

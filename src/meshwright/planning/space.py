@@ -27,6 +27,8 @@ MOST_UNEVEN = 32
 """Stages up to which uneven splits are searched."""
 MICRO_BATCH = 32
 """Samples of a pass up to which all powers of two are searched; more of them where sequences are short."""
+LEAST_CONTEXT = 2048
+"""Tokens of a rank that shares sequences with others."""
 PASS_TOKENS = 1 << 15
 """Tokens of a pass up to which that goes on."""
 
@@ -119,15 +121,22 @@ class Space:
         return choices[0] if choices else None
 
     def _context_fits(self, cp: int, tp: int) -> bool:
-        """Context parallel in powers of two, with at least 2048 tokens for each rank."""
+        """Context parallel in powers of two, with enough tokens for each rank."""
         return cp == 1 or (cp & (cp - 1) == 0 and self.question.sequence_length % (2 * cp * tp) == 0
-                           and self.question.sequence_length // cp >= 2048)  # fmt: skip
+                           and self.question.sequence_length // cp >= LEAST_CONTEXT)  # fmt: skip
 
     def _expert_degrees(self, dp: int) -> list[int]:
         experts = self.question.spec.experts
         if experts is None:
             return [1]
         return [ep for ep in divisors(dp) if experts.num_experts % ep == 0]
+
+    def offloads(self) -> list[str]:
+        """What can live in host memory; where ranks compute on cores, that is the memory they have anyway."""
+        question = self.question
+        if question.cluster.chip.key == "cpu" and question.allows(offload="none"):
+            return ["none"]
+        return [one for one in ("none", "optimizer", "parameters") if question.allows(offload=one)]
 
     def states(self, degrees: Degrees) -> Iterator[tuple[int, int, str]]:
         """(zero, shard, cp_method) for degrees."""
