@@ -283,7 +283,7 @@ def _fullest(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool
     buffers = waiting + _buffers(scenario, rank, row, 0.0)
     full = _Full(state_terms(scenario, elements, LOSS, floor), activations, (0.0, logits), buffers)
     # A layer's gradients are whole when its activations are gone.
-    working = max(working, unit_bytes(scenario, largest) - left)
+    working = max(working, 0.0 if floor else unit_bytes(scenario, largest) - left)
     if working > logits or layout.zero == 3:
         full = _larger(full, _Full(state_terms(scenario, elements, LAYER, floor), activations, (working, 0.0), buffers))
     if not accumulates(scenario):
