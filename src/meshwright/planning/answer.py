@@ -22,7 +22,7 @@ from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
 from meshwright.planning.scenario import Layout
-from meshwright.planning.search import OBJECTIVES, search
+from meshwright.planning.search import OBJECTIVES, check_objective, search
 from meshwright.planning.space import allowed
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import AUTO, Strategy
@@ -261,31 +261,29 @@ def plan(
         texts, strategy = [*texts, *strategy.split()[1:]], None
     if strategy is None and micro_batch is not None:
         texts.append(f"micro_batch={micro_batch}")
-    learned = learned_of(machines)
-    asked = [
-        Question(
-            spec,
-            machines,
-            length,
-            batch,
-            one,
-            parse_constraints(texts),
-            batches=tuple(batches),
-            all_chips=all_chips,
-            learned=learned,
-        )
-        for one in precisions_of(precision, machines)
-    ]
-    question = asked[0]
-    if objective not in OBJECTIVES:
-        raise UserError(f"--objective={objective} is not one of {', '.join(OBJECTIVES)}")
+    check_objective(objective)
+    first = Question(
+        spec,
+        machines,
+        length,
+        batch,
+        constraints=parse_constraints(texts),
+        batches=tuple(batches),
+        all_chips=all_chips,
+        learned=learned_of(machines),
+    )
+    asked = [replace(first, precision=one) for one in precisions_of(precision, machines)]
     if strategy is not None:
         if objective != OBJECTIVES[0]:
-            raise UserError(
-                f"--objective={objective} is for a search, and --strategy is one strategy; drop one of them"
-            )
+            raise UserError(f"--objective={objective} is for a search, and --strategy is one; drop one of them")
         given = [_of_one(one, name, strategy, micro_batch, tokens) for one in asked]
         return min(given, key=lambda one: one.best.step_s if one.best is not None else float("inf"))
+    return _searched(asked, name, objective, tokens, compare)
+
+
+def _searched(asked: list[Question], name: str, objective: str, tokens: float | None, compare: bool) -> Plan:
+    """The plan of the best that a search finds, with one of several precisions."""
+    question = asked[0]
     if objective == "fewest-gpus":
         question = replace(question, cluster=fewest_gpus(question) or question.cluster)
     by = objective if objective in ("memory", "cost") else "throughput"

@@ -34,10 +34,15 @@ from meshwright.planning.timing import Timer
 OBJECTIVES = ("throughput", "memory", "cost", "fewest-gpus")
 
 
-def search(question: Question, objective: str = "throughput", keep: int = 40) -> Found:
-    """The best strategy and its runners-up; the same question has the same answer always."""
+def check_objective(objective: str) -> None:
+    """Raise a UserError unless that can be searched for."""
     if objective not in OBJECTIVES:
         raise UserError(f"--objective={objective} is not one of {', '.join(OBJECTIVES)}")
+
+
+def search(question: Question, objective: str = "throughput", keep: int = 40) -> Found:
+    """The best strategy and its runners-up; the same question has the same answer always."""
+    check_objective(objective)
     if question.cluster.groups:
         from meshwright.planning.group_search import search_groups
 
