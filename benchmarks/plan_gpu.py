@@ -1,6 +1,7 @@
 """The planner on one GPU: calibrates it, then compares predicted and measured steps of a few models.
 
     python benchmarks/plan_gpu.py [--json FILE]
+    python benchmarks/plan_gpu.py --csv benchmarks/data/h200_steps.csv      # peaks and steps of that table's settings
 
 Prints what the calibration measured (it is stored as `meshwright plan --calibrate` does it), and for each model the
 step time with the constants that come with the package, with those measured here, and the real one of the trainer's
@@ -10,6 +11,7 @@ own step; and the peak memory, predicted and real.
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import json
 import statistics
@@ -90,11 +92,34 @@ def measured(spec: ModelSpec, tokens: int, micro_batch: int, micro_steps: int, r
     return statistics.median(seconds[2:]), peak
 
 
+def compare_rows(path: Path) -> None:
+    """Peaks and steps of the settings in a table, planned without calibration and measured."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        spec = preset(row["model"]).model_copy(update={"num_hidden_layers": int(row["layers"])})
+        length, size, steps = (int(row[name]) for name in ("sequence_length", "micro_batch", "micro_steps"))
+        question = Question(spec, parse_cluster("1xh200"), length, size * steps, "bf16")
+        planned = estimate(question, Strategy.parse(f"dp=1 recompute={row['recompute']}", 1), size)
+        seconds, peak = measured(spec, length, size, steps, row["recompute"])
+        allocated = planned.memory.stages[0].allocated
+        print(
+            f"{row['model']:14} {row['layers']:>3} layers {length:6} x {size} x {steps} {row['recompute']:9} "
+            f"peak {peak / 2**20:7.0f} MiB, planned {allocated / peak - 1:+.1%}; "
+            f"step {1e3 * seconds:6.1f} ms, planned {planned.step_s / seconds - 1:+.0%}",
+            flush=True,
+        )
+
+
 def main() -> None:
     """Calibrate, predict, measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all times")
+    parser.add_argument("--csv", type=Path, help="compare the settings of such a table instead")
     args = parser.parse_args()
+    if args.csv is not None:
+        compare_rows(args.csv)
+        return
     found, path = calibrate("cuda", say=lambda line: print(line, flush=True))
     print("\n".join(lines_of(found)))
     print(f"wrote {path}\n")
