@@ -5,11 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
 
-.PHONY: help setup system demo test test-fast chaos fuzz lint format clean
+.PHONY: help setup system demo test test-fast test-gpu chaos fuzz lint format clean
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
 	@echo "make test-fast  without the tests that take long: seven minutes on two cores"
+	@echo "make test-gpu   strategies on a GPU's kernels, up to four ranks on one card; make test leaves them out"
 	@echo "make chaos      every fault that the tests know, the long ones too, and 200 kills at random moments"
 	@echo "make fuzz       random models under random strategies against one process, until stopped"
 	@echo "make lint       ruff (lint and format) and mypy"
@@ -46,6 +47,9 @@ test: $(VENV)/.dev system
 
 test-fast: $(VENV)/.dev
 	$(BIN)/pytest -m "not slow and not slow_chaos"
+
+test-gpu: $(VENV)/.dev
+	$(BIN)/pytest tests/gpu
 
 chaos: $(VENV)/.dev system
 	$(BIN)/pytest tests/chaos -m "slow_chaos or not slow_chaos" -s

@@ -1,7 +1,7 @@
 """The planner on one GPU: calibrates it, then compares predicted and measured steps of a few models.
 
     python benchmarks/plan_gpu.py [--json FILE]
-    python benchmarks/plan_gpu.py --csv benchmarks/data/h200_steps.csv      # peaks and steps of that table's settings
+    python benchmarks/plan_gpu.py --csv benchmarks/results/h200_steps.csv    # peaks and steps of that table's settings
 
 Prints what the calibration measured (it is stored as `meshwright plan --calibrate` does it), and for each model the
 step time with the constants that come with the package, with those measured here, and the real one of the trainer's
@@ -11,7 +11,6 @@ own step; and the peak memory, predicted and real.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import json
 import statistics
@@ -21,14 +20,18 @@ from pathlib import Path
 
 import torch
 
+from gpu_rows import Row, read_rows, scenario_of
 from meshwright.cluster.cluster import parse_cluster
 from meshwright.models.presets import preset
 from meshwright.models.spec import Experts, ModelSpec
 from meshwright.parallel.world import join_world
 from meshwright.planning.answer import origin
 from meshwright.planning.calibrate import calibrate, lines_of
+from meshwright.planning.memory import memory_of
 from meshwright.planning.question import Question, estimate
+from meshwright.planning.software import constants
 from meshwright.planning.state_memory import GIB
+from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, batch_of, step_of
 
@@ -68,13 +71,28 @@ CASES = (
 """Name, shape, tokens, samples of a forward pass, micro-steps, recompute."""
 
 
-def measured(spec: ModelSpec, tokens: int, micro_batch: int, micro_steps: int, recompute: str) -> tuple[float, float]:
+def settings_of(row: Row) -> dict[str, dict[str, object]]:
+    """What a row says of the run's settings."""
+    kept: dict[str, object] = {name: row[name] for name in ("stored", "moments") if row.get(name)}
+    return {"train": {"compile": row["compile"], "precision": row.get("precision") or "bf16"}, "precision": kept}
+
+
+def measured(
+    spec: ModelSpec,
+    tokens: int,
+    micro_batch: int,
+    micro_steps: int,
+    recompute: str,
+    settings: dict[str, dict[str, object]] | None = None,
+) -> tuple[float, float]:
     """Seconds of a step and the most bytes in use."""
     text = f"dp=1 recompute={recompute}"
     with join_world("cuda", 120.0) as world:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        case = Case(spec, text, 1, "bf16", micro_steps, 8, micro_batch * micro_steps, tokens)
+        case = Case(
+            spec, text, 1, "bf16", micro_steps, 8, micro_batch * micro_steps, tokens, settings=dict(settings or {})
+        )
         step = step_of(world, case)
         seconds = []
         for number in range(case.steps):
@@ -94,19 +112,15 @@ def measured(spec: ModelSpec, tokens: int, micro_batch: int, micro_steps: int, r
 
 def compare_rows(path: Path) -> None:
     """Peaks and steps of the settings in a table, planned without calibration and measured."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        spec = preset(row["model"]).model_copy(update={"num_hidden_layers": int(row["layers"])})
+    for row in read_rows(path):
         length, size, steps = (int(row[name]) for name in ("sequence_length", "micro_batch", "micro_steps"))
-        question = Question(spec, parse_cluster("1xh200"), length, size * steps, "bf16")
-        planned = estimate(question, Strategy.parse(f"dp=1 recompute={row['recompute']}", 1), size)
-        seconds, peak = measured(spec, length, size, steps, row["recompute"])
-        allocated = planned.memory.stages[0].allocated
+        scenario = scenario_of(row)
+        allocated, planned_s = memory_of(scenario).stages[0].allocated, Timer(scenario, constants()).parts().total
+        seconds, peak = measured(scenario.spec, length, size, steps, row["recompute"], settings_of(row))
         print(
             f"{row['model']:14} {row['layers']:>3} layers {length:6} x {size} x {steps} {row['recompute']:9} "
             f"peak {peak / 2**20:7.0f} MiB, planned {allocated / peak - 1:+.1%}; "
-            f"step {1e3 * seconds:6.1f} ms, planned {planned.step_s / seconds - 1:+.0%}",
+            f"step {1e3 * seconds:6.1f} ms, planned {planned_s / seconds - 1:+.0%}",
             flush=True,
         )
 

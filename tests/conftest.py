@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch is imported anywhere: forked ranks must not inherit a thread pool.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-# The tests are those of a machine without a GPU, wherever they run.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# The tests are those of a machine without a GPU, wherever they run; but for those that need one, and are named.
+if not any("tests/gpu" in argument for argument in sys.argv):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import random
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,21 @@ from meshwright.data.prepare import prepare
 # What one test's training shows must not change what another one plans.
 _cache = tempfile.TemporaryDirectory(prefix="meshwright-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
+# Commands are run in folders of their own.
+if "PYTHONPATH" in os.environ:
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Tests that need a GPU are run by those who name them (`make test-gpu`), and nowhere skipped."""
+    folder = Path(__file__).parent / "gpu"
+    named = any(folder == path or folder in path.parents for path in map(_argument, config.args))
+    return True if collection_path == folder and not named else None
+
+
+def _argument(text: str) -> Path:
+    return Path(text.split("::")[0]).resolve()
+
 
 WORDS = [
     "the",

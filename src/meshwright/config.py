@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.config_load import load_config, resolve_config
+from meshwright.models.shapes import SENSITIVE_LINEARS
 
 __all__ = ["RunConfig", "load_config", "resolve_config"]
 
@@ -33,8 +34,9 @@ class RunSection(_Section):
     """Decides initial weights, the order of the data and dropout."""
     fresh: bool = free(False)
     """Start anew although the folder holds a run; that run is moved aside to DIR.previous-1, -2, ..."""
-    device: Literal["auto", "cpu", "cuda"] = free("auto")
-    """Where to train; auto takes the GPU when there is one."""
+    device: Literal["auto", "cpu", "cuda", "cuda-shared"] = free("auto")
+    """Where to train; auto takes the GPU when there is one. Each process has a GPU of its own and they talk over NCCL;
+    with cuda-shared several share one and talk over gloo, through host memory: right results, not speed."""
 
 
 class ModelSection(_Section):
@@ -124,9 +126,14 @@ class TrainSection(_Section):
     """AdamW's guard against division by zero."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 does not clip."""
-    precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
-    """bf16 and fp16 compute in it and keep weights, gradients and optimizer state in float32; fp16 scales the loss;
-    float64 is for proofs."""
+    precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
+    """bf16 and fp16 compute in it and keep weights, gradients and optimizer state in float32, unless precision.stored
+    and precision.moments say otherwise; fp16 scales the loss; fp8 is bf16 with linears that multiply in 8 bits; float64
+    is for proofs."""
+    compile: Literal["auto", "on", "off"] = free("auto")
+    """torch.compile of the layers; auto does it on a GPU. A first step takes longer, unless the compiler remembers."""
+    gc_every: int = free(200, ge=0)
+    """Steps between Python's garbage collections, which all ranks do together; 0 leaves them to Python."""
     deterministic: bool = False
     """Only algorithms that give the same bits on every run, sums over ranks included; slower on a GPU."""
     eval_every: int = free(0, ge=0)
@@ -153,8 +160,15 @@ Dtype = Literal["float32", "bf16", "fp16", "float64"]
 class PrecisionSection(_Section):
     param: Dtype | None = None
     """Dtype in which the model reads its parameters and computes; None is that of train.precision."""
+    stored: Literal["float32", "bf16"] | None = None
+    """Dtype in which weights and gradients are stored; None is float32. bf16 takes half the memory: AdamW then computes
+    in float32 and rounds each new weight up or down at random, so that small updates are not lost on average."""
+    moments: Literal["float32", "bf16", "int8"] = free("float32")
+    """How AdamW keeps its two moments: 8, 4 or 2 bytes a parameter for both. int8 are small floating-point numbers
+    relative to the largest of 256 neighbours on a rank. Checkpoints hold int8 as float32, and any of the three goes on
+    from any other."""
     reduce: Dtype | None = None
-    """Dtype in which gradients are summed over ranks; None is that in which they are stored, float32."""
+    """Dtype in which gradients are summed over ranks; None is that in which they are stored."""
     buffer: Dtype | None = None
     """Dtype of state that is not trained, such as the bias that balances experts; None is float32."""
     loss_scale: float | Literal["dynamic"] = "dynamic"
@@ -167,6 +181,16 @@ class PrecisionSection(_Section):
     """Dynamic loss scale: how many overflows are skipped before it is halved; counted anew after it doubles."""
     minimum: float = Field(default=1.0, gt=0)
     """Dynamic loss scale: its lowest value; an overflow there is a fault, see elastic.nonfinite."""
+    fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
+    """fp8 only: a scale for each row and column of a product, or one for each tensor, coarser and cheaper."""
+    fp8_weight_gradient: bool = True
+    """fp8 only: compute gradients of weights in 8 bits, too. Where the tokens of a pass are no multiple of 16 they are
+    computed in bf16 in any case."""
+    fp8_skip: list[str] = list(SENSITIVE_LINEARS)
+    """fp8 only: names of linears that stay in bf16, with * for any letters: the head and routers."""
+    fp8_smallest: int = Field(default=512, ge=16)
+    """fp8 only: linears with a dimension below this on a rank stay in bf16, and those with one that is no multiple of
+    16. The start of a run names them."""
 
     @model_validator(mode="after")
     def _positive(self) -> Self:
@@ -303,6 +327,31 @@ class RunConfig(_Section):
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     observe: ObserveSection = ObserveSection()
+
+    @model_validator(mode="after")
+    def _narrow_states_fit(self) -> Self:
+        train, precision = self.train, self.precision
+        narrow = [f"precision.stored={precision.stored}"] if precision.stored == "bf16" else []
+        narrow += [f"precision.moments={precision.moments}"] if precision.moments != "float32" else []
+        if narrow and train.optimizer != "adamw":
+            raise ValueError(
+                f"{narrow[0]} needs train.optimizer=adamw, which rounds at random; {train.optimizer} does not"
+            )
+        if train.precision == "float64" and (narrow or precision.stored):
+            given = narrow[0] if narrow else f"precision.stored={precision.stored}"
+            raise ValueError(f"train.precision=float64 keeps everything in float64; leave {given} out")
+        if train.precision == "fp16" and precision.stored == "bf16":
+            raise ValueError(
+                "precision.stored=bf16 has less precision than train.precision=fp16 computes with; "
+                "use train.precision=bf16, or leave precision.stored out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_computes_in_bf16(self) -> Self:
+        if self.train.precision == "fp8" and self.precision.param not in (None, "bf16"):
+            raise ValueError(f"train.precision=fp8 computes in bf16; leave precision.param={self.precision.param} out")
+        return self
 
     def identity(self) -> dict[str, dict[str, Any]]:
         """The settings that decide what is computed: a run folder belongs to one set of them."""

@@ -10,7 +10,7 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
     cp          = ranks that split every sequence; cp_method=ring, ulysses or ulysses:N
     ep          = ranks that split the experts; divides dp
     shares      = even, or how the samples are dealt out: 3+1 gives the first half of the dp ranks three times as many
-    recompute   = none, full, selective, first:N; activations that the backward pass computes again
+    recompute   = none, full, selective, first:N, budget:F; activations that the backward pass computes again
     offload     = none, optimizer, parameters; what lives in host memory
     wrap        = auto (layers, small ones with their neighbours), block, size:N, name:A+B; what is gathered together
                 with zero=2 and 3
@@ -18,6 +18,7 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, lcm
@@ -34,7 +35,7 @@ AUTO = "auto"
 DEGREES = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep")
 SCHEDULES = ("gpipe", "1f1b", "interleaved:N", "zero-bubble", "zbv")
 CP_METHODS = ("ring", "ulysses", "ulysses:N")
-RECOMPUTE = ("none", "full", "selective", "first:N")
+RECOMPUTE = ("none", "full", "selective", "first:N", "budget:F")
 OFFLOAD = ("none", "optimizer", "parameters")
 WRAP = ("auto", "block", "size:N", "name:A+B")
 LAYERS = ("even", "balanced", "N+N")
@@ -80,7 +81,8 @@ class Strategy:
     cp_method: str = "ring"
     """How split sequences attend to each other."""
     recompute: str = "none"
-    """Which activations are computed again in the backward pass: none, full, selective, first:N (layers)."""
+    """Which activations are computed again in the backward pass: none, full, selective, first:N (layers), budget:F
+    (compiled layers keep that share of their activations, those that are dearest to compute for their size)."""
     offload: str = "none"
     """What lives in host memory: none, optimizer (its state), parameters (and the optimizer's state)."""
     wrap: str = "auto"
@@ -348,13 +350,18 @@ def _number(text: str, key: str, value: str) -> int:
 
 
 def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise unless the value is one of some words; a choice that ends in `:N` takes a number after it."""
+    """Raise unless the value is one of some words; a choice that ends in `:N` takes a number after it, `:F` a share."""
     kind, colon, rest = value.partition(":")
     if "N+N" in choices and all(size.isdecimal() and int(size) > 0 for size in value.split("+")):
         return
     for choice in choices:
         name, needs, form = choice.partition(":")
-        fits = {"": True, "N": rest.isdecimal() and int(rest) > 0, "A+B": all(rest.split("+"))}[form]
+        fits = {
+            "": True,
+            "N": rest.isdecimal() and int(rest) > 0,
+            "F": re.fullmatch(r"0?\.\d+", rest) is not None and float(rest) > 0,
+            "A+B": all(rest.split("+")),
+        }[form]
         if name == kind and bool(needs) == bool(colon) and fits:
             return
     raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")

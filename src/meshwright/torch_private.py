@@ -46,15 +46,18 @@ __all__ = [
     "flight_records",
     "fold_gradients",
     "forget_meshes",
+    "graph_breaks",
     "group_members",
     "in_backward",
     "is_shard",
     "parameters_of",
+    "prepare_compiler",
     "reduce_gradients",
     "reduce_scatter",
     "replicate",
     "resolve_group",
     "shard_within",
+    "wanted_gradients",
     "without_modes",
 ]
 
@@ -62,6 +65,34 @@ __all__ = [
 def forget_meshes() -> None:
     """Drop what torch remembers of operations on split tensors: with it come meshes of process groups that are gone."""
     debug._clear_sharding_prop_cache()
+
+
+def prepare_compiler(budget: float, lean: bool) -> None:
+    """Settings under which layers are compiled: the share of activations that they keep, and whether they compute again
+    what is elementwise even where a product needs it in the backward pass."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    # Autograd functions are traced into the graph, and so into its key: what was compiled before may be found again.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    settings = {"activation_memory_budget": budget, "ban_recompute_materialized_backward": not lean}
+    if any(getattr(torch._functorch.config, name) != value for name, value in settings.items()):
+        # What was compiled under others would be taken for this.
+        torch._dynamo.reset()
+        for name, value in settings.items():
+            setattr(torch._functorch.config, name, value)
+    # Layers differ in such numbers (the site of a dropout), and are one code all the same.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    # A layer's gradients come out of its backward pass together: buckets cannot take it apart.
+    torch._dynamo.config.optimize_ddp = False
+
+
+def graph_breaks() -> dict[str, int]:
+    """Where compiled code fell apart: the reason, and how often."""
+    # Takes a second to import.
+    from torch._dynamo.utils import counters
+
+    return {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
 
 
 def without_modes() -> Any:
@@ -72,6 +103,20 @@ def without_modes() -> Any:
 def in_backward() -> bool:
     """Whether the engine of a backward pass runs this."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """Which gradients the backward pass in hand wants of a Function; `needs_input_grad` says which any could want.
+
+    They differ where a backward pass is done in parts. Inputs of the Function must not be leaves of the graph.
+    """
+    needed: tuple[bool, ...] = ctx.needs_input_grad
+    if torch.compiler.is_compiling():
+        return needed
+    follow = [node for node, _ in ctx.next_functions]
+    return tuple(
+        need and bool(torch._C._will_engine_execute_node(node)) for need, node in zip(needed, follow, strict=False)
+    )
 
 
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:

@@ -30,6 +30,8 @@ from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
 from meshwright.training.checkpoints import SaveCheckpoints
+from meshwright.training.compiled import TellBreaks
+from meshwright.training.garbage import CollectGarbage
 from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, StopOnSignal
 from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
@@ -44,7 +46,7 @@ from meshwright.training.run_folder import RunFolder
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
     saves = SaveCheckpoints()
-    hooks: list[Hook] = [Events(), StopOnSignal(), Recover(), CheckReplicas()]
+    hooks: list[Hook] = [Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover(), CheckReplicas()]
     if config.observe.ledger:
         hooks.append(Ledger())
     hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]

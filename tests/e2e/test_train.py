@@ -402,3 +402,48 @@ def test_explain_prints_value_origin_and_meaning(meshwright: CommandLine, tmp_pa
     (row,) = [line for line in result.stdout.splitlines() if "run.seed" in line]
     assert "command line" in row
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_in_8_bits_says_what_stays_in_bf16_and_goes_on_where_it_was(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    narrow = [*tiny_run, "train.precision=fp8", "precision.fp8_smallest=16", "run.dir=a"]
+    first = meshwright("train", *narrow, "--nproc", 2, "parallel.strategy=dp=2 zero=3", "train.steps=3")
+    assert first.returncode == 0, first.stderr
+    assert "\nbf16   lm_head, " in first.stdout
+    (started, *_) = events(tmp_path / "a")
+    assert started["bf16_linears"].keys() >= {"lm_head"}
+    again = meshwright("train", *narrow, "train.steps=6")
+    assert again.returncode == 0, again.stderr
+    losses = [line["loss"] for line in metrics(tmp_path / "a")]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+
+
+def test_a_run_that_would_compute_nothing_in_8_bits_is_refused(meshwright: CommandLine, tiny_run: list[str]) -> None:
+    result = meshwright("train", *tiny_run, "train.precision=fp8", "run.dir=a")
+    assert result.returncode == ExitCode.BAD_INPUT, result.stderr
+    assert "no linear of this model multiplies in 8 bits" in result.stderr
+
+
+def test_compiled_layers_that_fall_apart_say_so(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    # On a CPU experts are a loop whose lengths the compiler cannot know.
+    mixture = "model.spec.experts={num_experts = 2, num_experts_per_tok = 1, moe_intermediate_size = 16}"
+    settings = ["train.compile=on", "train.steps=2", "model.spec.num_hidden_layers=1", "run.dir=a"]
+    result = meshwright("train", *tiny_run, *settings, mixture, timeout=280)
+    assert result.returncode == 0, result.stderr
+    (compiled,) = [event for event in events(tmp_path / "a") if event["event"] == "compiled"]
+    assert compiled["step"] == 1
+    assert compiled["seconds"] > 0
+    assert compiled["breaks"]
+    reason = next(iter(compiled["breaks"]))
+    assert f"compiled layers run in pieces: {reason}" in result.stdout
+
+
+def test_layers_that_are_not_compiled_say_nothing_of_it(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    result = meshwright("train", *tiny_run, "run.dir=a")
+    assert result.returncode == 0, result.stderr
+    assert "compiled" not in result.stdout
+    assert all(event["event"] != "compiled" for event in events(tmp_path / "a"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.estimate.kept import Kept
 from meshwright.estimate.state import StateBytes, state_bytes
 from meshwright.estimate.traffic import Traffic, Work, step_traffic
 from meshwright.estimate.units import Place
@@ -109,6 +110,17 @@ class Peak(TorchDispatchMode):
         return result
 
 
+NARROW = [
+    ("gqa", "dp=2"),
+    ("tied", "dp=2 zero=1"),
+    ("gqa", "dp=3 zero=3 wrap=block"),
+    ("gqa", "dp=2 zero=2 wrap=block"),
+    ("gqa", "dp=2 zero=1 tp=2"),
+    ("gqa", "dp=2 pp=2 zero=1 schedule=interleaved:2"),
+    ("experts", "dp=4 ep=2 zero=3 wrap=block"),
+]
+
+
 def measure_state(world: World, case: Case) -> tuple[StateBytes, StateBytes]:
     """(measured, closed form) of this rank."""
     step = step_of(world, case)
@@ -120,7 +132,8 @@ def measure_state(world: World, case: Case) -> tuple[StateBytes, StateBytes]:
     measured = StateBytes(storage_bytes(iter(step.model.parameters())), peak.gathered, peak.gradients, optimizer)
     assert step.mesh is not None
     place = Place.of(step.strategy, world.rank)
-    return measured, state_bytes(case.spec, step.strategy, place, micro_steps=case.micro_steps)
+    kept = Kept.of(step.config.precision.stored, step.config.precision.moments)
+    return measured, state_bytes(case.spec, step.strategy, place, micro_steps=case.micro_steps, kept=kept)
 
 
 @pytest.mark.slow
@@ -136,6 +149,21 @@ def test_state_of_every_rank_equals_the_closed_form(shape: str, strategy: str, p
 @pytest.mark.parametrize(("shape", "strategy"), FURTHER)
 def test_state_under_pipelines_split_sequences_and_dealt_experts(shape: str, strategy: str, pool: RankPool) -> None:
     case = case_of(shape, strategy)
+    for measured, expected in pool.run(measure_state, case.ranks, case):
+        assert asdict(measured) == asdict(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stored", "moments"), [("float32", "int8"), ("bf16", "float32"), ("bf16", "bf16"), ("bf16", "int8")]
+)
+@pytest.mark.parametrize(("shape", "strategy"), NARROW)
+def test_narrow_state_of_every_rank_equals_the_closed_form(
+    shape: str, strategy: str, stored: str, moments: str, pool: RankPool
+) -> None:
+    settings = {"precision": {"stored": stored, "moments": moments}}
+    precision = "bf16" if stored == "bf16" else "float32"
+    case = replace(case_of(shape, strategy), precision=precision, settings=settings)
     for measured, expected in pool.run(measure_state, case.ranks, case):
         assert asdict(measured) == asdict(expected)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.gpu_rows import Row, read_rows, spec_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config import RunConfig
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
-from meshwright.models.presets import preset
 from meshwright.parallel.ring_attention import RING_ATTENTION, ring_forward
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
@@ -111,16 +109,16 @@ def sums_of(counted: Rehearsed, key: tuple[str, str]) -> float:
     return sum(size for (_, *kind), (_, size) in counted.collectives.items() if tuple(kind) == key)
 
 
-MEASURED = list(csv.DictReader((Path(__file__).parents[2] / "benchmarks/data/h200_steps.csv").open(encoding="utf-8")))
+# What a compiler decides to keep is not rehearsed.
+MEASURED = [row for row in read_rows() if row["compile"] == "off"]
 
 
-def peak_of(world: World, row: dict[str, str]) -> int:
-    spec = preset(row["model"]).model_copy(update={"num_hidden_layers": int(row["layers"])})
+def peak_of(world: World, row: Row) -> int:
     return rehearse_step(
-        spec,
+        spec_of(row),
         Strategy.parse(f"dp=1 recompute={row['recompute']}", 1),
         0,
-        RunConfig.model_validate({"train": {"precision": "bf16"}}),
+        RunConfig.model_validate({"train": {"precision": row.get("precision") or "bf16"}}),
         micro_batch=int(row["micro_batch"]),
         sequence_length=int(row["sequence_length"]),
         micro_steps=1,
@@ -128,8 +126,7 @@ def peak_of(world: World, row: dict[str, str]) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 3, 12])
-def test_the_peak_of_a_rehearsal_is_near_what_an_h200_measured(index: int, pool: RankPool) -> None:
-    row = MEASURED[index]
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(filter(None, row.values())))
+def test_the_peak_of_a_rehearsal_is_near_what_an_h200_measured(row: Row, pool: RankPool) -> None:
     (peak,) = pool.run(peak_of, 1, row)
-    assert peak / 2**20 == pytest.approx(int(row["peak_allocated_mib"]), rel=0.02)
+    assert peak / 2**20 == pytest.approx(int(row["peak_allocated_mib"]), rel=0.05)

@@ -216,7 +216,7 @@ def test_products_of_groups_equal_the_loop(counts: list[int], gated: bool) -> No
     for way in (experts.one_by_one, experts.all_at_once):
         experts.zero_grad()
         rows = x.clone().requires_grad_()
-        y = way(rows, counts)
+        y = way(rows, torch.tensor(counts), experts.up_proj, experts.down_proj, experts.gate_proj if gated else None)
         y.square().sum().backward()
         found.append([y.detach(), rows.grad, *(parameter.grad for parameter in experts.parameters())])
     torch.testing.assert_close(found[1], found[0])
@@ -224,7 +224,7 @@ def test_products_of_groups_equal_the_loop(counts: list[int], gated: bool) -> No
 
 def test_rows_for_nobody_give_gradients_of_zero() -> None:
     experts = mixture().experts
-    experts(torch.zeros(0, WIDTH, dtype=torch.float64), [0] * EXPERTS).sum().backward()
+    experts(torch.zeros(0, WIDTH, dtype=torch.float64), torch.zeros(EXPERTS, dtype=torch.int64)).sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in experts.parameters())
 
 

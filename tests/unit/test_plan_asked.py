@@ -10,11 +10,15 @@ from meshwright.cluster.cluster import parse_cluster
 from meshwright.errors import UserError
 from meshwright.models.presets import preset
 from meshwright.planning.answer import plan
+from meshwright.planning.blocks import Product
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.inverse import fits, longest_sequence
+from meshwright.planning.operations import Operations
 from meshwright.planning.question import Question, estimate
 from meshwright.planning.runners import runners_of
+from meshwright.planning.scenario import Layout
 from meshwright.planning.search import search
+from meshwright.planning.software import constants
 from meshwright.strategy import Strategy
 from tests.unit.specs import PLANNED
 
@@ -97,3 +101,58 @@ def test_what_cannot_be_is_told_with_its_reason(options: dict[str, object], word
 def test_of_several_precisions_a_given_strategy_takes_the_fastest() -> None:
     found = plan("llama3.1-8b", "8xh100", strategy="dp=8 zero=3", precision="float32,bf16", global_batch=64)
     assert found.question.precision == "bf16"
+
+
+def planned(model: str, precision: str, strategy: str = "dp=8 zero=3", *, compile: bool = True) -> tuple[float, float]:
+    """Seconds of a step, and bytes at the peak."""
+    found = plan(
+        model, "8xh100", strategy=strategy, precision=precision, global_batch=64, micro_batch=1, compile=compile
+    )
+    return found.shown.step_s, found.shown.memory.peak
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_linears_in_8_bits_save_time_and_memory_only_where_layers_are_compiled(compile: bool) -> None:
+    (narrow, narrow_bytes), (wide, wide_bytes) = (
+        planned("llama3.1-8b", precision, compile=compile) for precision in ("fp8", "bf16")
+    )
+    assert wide / 2 < narrow < 0.9 * wide
+    assert narrow_bytes < 0.95 * wide_bytes if compile else wide_bytes <= narrow_bytes < 1.02 * wide_bytes
+
+
+def test_a_budget_lies_between_keeping_and_computing_again() -> None:
+    """In memory and in time, in the order of the shares that it leaves."""
+    words = ("selective", "budget:0.7", "budget:0.4", "budget:0.1", "full")
+    found = [planned("llama3.1-8b", "bf16", f"dp=8 zero=3 recompute={word}") for word in words]
+    times, peaks = zip(*found, strict=True)
+    assert list(times) == sorted(times)
+    assert list(peaks) == sorted(peaks, reverse=True)
+    assert len({*times}) == len(times)
+
+
+def test_a_budget_is_not_searched_for() -> None:
+    with pytest.raises(UserError, match="recompute=budget:0.5 is not searched"):
+        plan("llama3.1-8b", "8xh100", constraints="recompute=budget:0.5")
+
+
+@pytest.mark.parametrize(("software", "gains"), [("meshwright", False), ("megatron", True)])
+def test_our_stacked_experts_are_not_computed_in_8_bits(software: str, gains: bool) -> None:
+    narrow, wide = (
+        Operations(
+            Question(
+                preset("qwen3-30b-a3b"), parse_cluster("8xh100"), 4096, 64, precision=precision, software=software
+            ).scenario(Layout.of(Strategy.parse("dp=8 zero=3 ep=8", 8)), 1),
+            constants(),
+        )
+        for precision in ("fp8", "bf16")
+    )
+    linear, experts = Product(8192, 4096, 4096), Product(8192, 4096, 4096, times=16, experts=True)
+    assert narrow.product(linear) < wide.product(linear)
+    assert (narrow.product(experts) < wide.product(experts)) == gains
+
+
+def test_8_bits_must_be_asked_for() -> None:
+    found = plan("llama3.1-8b", "8xh100", strategy="dp=8 zero=3", precision="auto", global_batch=64)
+    assert found.question.precision == "bf16"
+    with pytest.raises(UserError, match="lacks it; use bf16 or fp16 or float32"):
+        plan("llama3.1-8b", "8xa100", precision="fp8", global_batch=64)

@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import load_config
+from meshwright.models.float8 import Recipe
 from meshwright.models.initialize import build
 from meshwright.models.mixture import mixtures
+from meshwright.models.reads import around_forward
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.model import Parallel
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.precision import Precision
+from meshwright.parallel.precision import Float8, Precision, not_in_float8
 from meshwright.training.precision import precision_of
 from tests.unit.specs import SPECS, small
 
@@ -72,7 +74,9 @@ def test_the_numbers_are_those_of_a_model_in_bfloat16(name: str) -> None:
     ours.float().square().mean().backward()
     theirs.float().square().mean().backward()
     for (path, stored), other in zip(mixed.module.named_parameters(), pure.parameters(), strict=True):
-        assert torch.equal(stored.grad, other.grad.float()), path
+        # Sums over tokens are not rounded: embeddings and biases differ by what bfloat16 loses of them.
+        largest = float(other.grad.abs().max())
+        torch.testing.assert_close(stored.grad, other.grad.float(), rtol=2e-2, atol=1e-2 * largest, msg=path)
 
 
 def test_gradients_of_several_passes_are_added_in_float32() -> None:
@@ -117,17 +121,26 @@ def test_buffers_get_their_dtype_and_counts_stay_whole(dtype: torch.dtype) -> No
             assert mixture.expert_load.dtype == torch.int64
 
 
-def test_whoever_asks_for_parameters_in_a_forward_pass_gets_what_is_stored() -> None:
-    model = under(BF16, small())
-    head, seen = model.module.lm_head, []
-    stored = head.weight
+def test_what_does_not_multiply_in_8_bits_is_named_behind_wrappers_too() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    around_forward(model[1], lambda forward, x: forward(x))
+    found = not_in_float8(model, Float8(Recipe(smallest=16)))
+    assert list(found) == ["1"], "the second one is too small"
 
-    def look(module: nn.Module, _: object) -> None:
-        seen.append((module.weight.dtype, next(module.parameters()) is stored, module.state_dict()["weight"].dtype))
 
-    head.register_forward_pre_hook(look)
-    model(tokens())
-    assert seen == [(torch.bfloat16, True, torch.float32)]
+class Looks(nn.Linear):
+    """A layer of somebody else's model, which tells what it sees of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.looked = self.weight.dtype, next(self.parameters()).dtype, self.state_dict()["weight"].dtype
+        return super().forward(x.to(self.weight.dtype))
+
+
+def test_a_foreign_layer_reads_in_the_dtype_to_compute_in_and_whoever_asks_for_parameters_gets_what_is_stored() -> None:
+    layer = Looks(4, 3)
+    model = parallelize(nn.Sequential(layer), "dp=1", precision=BF16)
+    assert model(torch.ones(2, 4)).dtype == torch.bfloat16
+    assert layer.looked == (torch.bfloat16, torch.float32, torch.float32)
     assert_all_stored(model.module)
 
 

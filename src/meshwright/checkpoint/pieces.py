@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from meshwright.checkpoint.format import Manifest, Piece
 from meshwright.errors import CheckpointError
 from meshwright.models.parts import box_of
+from meshwright.optim.codes import Coded
 
 LARGEST_PIECE = 64 * 2**20
 
@@ -48,12 +49,27 @@ class Held:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     """Of the whole."""
+    coded: Coded | None = None
+    """Where the values are codes of 8 bits: what they mean. A checkpoint holds that, in float32."""
 
     @staticmethod
     def of(tensor: Tensor) -> Held:
         """This rank's part of a tensor that may be split."""
         local, offset, shape = box_of(tensor.detach())
         return Held(local, offset, shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values, as a checkpoint holds them."""
+        return self.local.dtype if self.coded is None else torch.float32
+
+    def values(self) -> Tensor:
+        """All of them; those of codes are made for the caller."""
+        return self.local if self.coded is None else self.coded.whole()
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Some rows of the values; those of codes are made for the caller."""
+        return self.local[first : first + count] if self.coded is None else self.coded.rows(first, count)
 
 
 Parts = Mapping[str, Held]
@@ -76,7 +92,7 @@ def _rows(held: Held) -> Iterator[tuple[int, int]]:
     if not rows:
         yield 0, 0
         return
-    step = max(1, LARGEST_PIECE // max(1, held.local.nbytes // max(1, rows)))
+    step = max(1, LARGEST_PIECE // max(1, held.local[0].numel() * held.dtype.itemsize))
     yield from ((first, min(step, rows - first)) for first in range(0, rows, step))
 
 
@@ -103,8 +119,7 @@ class PieceSavePlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         if not held.local.ndim:
             return held.local
-        first = chunk.offsets[0] - held.offset[0]
-        return held.local[first : first + chunk.sizes[0]]
+        return held.rows(chunk.offsets[0] - held.offset[0], chunk.sizes[0])
 
 
 def _write_items(name: str, held: Held) -> Iterator[WriteItem]:
@@ -115,7 +130,7 @@ def _write_items(name: str, held: Held) -> Iterator[WriteItem]:
         if shape:
             offset[0] += first
             shape[0] = rows
-        yield write_item(name, offset, shape, held.local.dtype, held.shape)
+        yield write_item(name, offset, shape, held.dtype, held.shape)
 
 
 def write_item(

@@ -305,16 +305,17 @@ class _Staging:
 
     def stage(self, planner: PieceSavePlanner, items: Sequence[WriteItem]) -> _StagedPlanner:
         """Copy what the items mean."""
-        sources = [planner.resolve_data(item) for item in items]
         starts, end = [], 0
-        for source in sources:
+        for item in items:
             starts.append(end)
-            end += -(-source.nbytes // 16) * 16
-        on_gpu = any(source.is_cuda for source in sources)
+            end += -(-piece_bytes(item) // 16) * 16
+        on_gpu = any(planner.parts[item.index.fqn].local.is_cuda for item in items)
         if self._buffer is None or len(self._buffer) < end:
             self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=on_gpu)
         staged = {}
-        for item, source, start in zip(items, sources, starts, strict=True):
+        for item, start in zip(items, starts, strict=True):
+            # One at a time: values of codes take memory while they are copied.
+            source = planner.resolve_data(item)
             memory = self._buffer[start : start + source.nbytes]
             copy = memory.view(source.dtype).view(source.shape)
             copy.copy_(source, non_blocking=on_gpu)

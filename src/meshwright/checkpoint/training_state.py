@@ -1,11 +1,15 @@
 """What a checkpoint of a training run holds, as tensors under stable names: the model and the optimizer's state.
 
 Optimizer state is named after parameters, not numbered, so that it can be found again however the model is split.
+Moments of 8 bits are held in float32, since scales belong to neighbours on a rank: any strategy and any other kind of
+moments can go on from them. That takes four times as much on disk, and in memory a piece of it when saving and a
+parameter's when loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -17,6 +21,8 @@ from meshwright.checkpoint.reader import CheckpointReader, load_parts
 from meshwright.errors import CheckpointError
 from meshwright.models.shapes import shapes_of
 from meshwright.models.spec import ModelSpec
+from meshwright.optim.adamw import CODES, FusedAdamW, scales_of
+from meshwright.optim.codes import Coded
 from meshwright.parallel.local_optimizer import LocalOptimizer
 
 
@@ -29,11 +35,18 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Held]:
     """This rank's parts of all that a checkpoint holds."""
-    return {name: Held.of(tensor) for name, tensor in state_tensors(model, optimizer).items()}
+    tensors = state_tensors(model, optimizer)
+    parts = {name: Held.of(tensor) for name, tensor in tensors.items()}
+    for name in tensors:
+        kind, parameter = _kind_of(name)
+        scales = parts.pop(f"optimizer.{scales_of(kind)}.{parameter}", None) if kind in CODES else None
+        if scales is not None:
+            parts[name] = replace(parts[name], coded=Coded(CODES[kind], parts[name].local, scales.local))
+    return parts
 
 
 def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """All that a checkpoint holds, by name; split tensors know their place in the whole."""
+    """All that is to be remembered, as it is held, by name; split tensors know their place in the whole."""
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model_tensors(model).items()}
     for name, parameter in model.named_parameters() if optimizer is not None else ():
         assert optimizer is not None
@@ -54,15 +67,44 @@ def restore(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.O
             parameter = parameters.get(parameter_name) if kind else None
             if parameter is None:
                 continue
-            wanted = dtype_name(parameter.dtype)
-            if entry.shape == tuple(parameter.shape) and entry.dtype != wanted:
+            wanted = _wanted(optimizer, parameter, kind)
+            # Codes of 8 bits are never read from a file.
+            other = entry.shape == tuple(parameter.shape) and (entry.dtype != wanted or wanted == "uint8")
+            if other and not (entry.dtype in _NARROW and wanted in (*_NARROW, "uint8")):
                 raise CheckpointError(
-                    f"{name} is {entry.dtype} in the checkpoint and its parameter {wanted}; "
+                    f"{name} is {entry.dtype} in the checkpoint and its parameter {dtype_name(parameter.dtype)}; "
                     "give the precision that it was saved with"
                 )
             reader.see(name)
-            parts[name] = Held.of(_room(optimizer, parameter, kind, entry.shape, getattr(torch, entry.dtype)))
+            part = Held.of(_room(optimizer, parameter, kind, entry.shape, getattr(torch, entry.dtype)))
+            if other:
+                # One by one, so that there is never more than one of them in both forms.
+                load_parts(reader, {name: part})
+                _settle(optimizer, parameter, kind)
+            else:
+                parts[name] = part
     load_parts(reader, parts)
+
+
+_NARROW = ("float32", "bfloat16")
+"""Dtypes of moments in files, each of which may go on as another."""
+
+
+def _wanted(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str) -> str:
+    """In which dtype the optimizer keeps a moment."""
+    inner = optimizer.inner if isinstance(optimizer, LocalOptimizer) else optimizer
+    return dtype_name(inner.kept if isinstance(inner, FusedAdamW) and kind in CODES else parameter.dtype)
+
+
+def _settle(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, kind: str) -> None:
+    """Give a moment that was loaded the form that the optimizer keeps it in."""
+    inner, part = optimizer, parameter
+    if isinstance(optimizer, LocalOptimizer):
+        inner, (part, _) = optimizer.inner, optimizer.part_of(parameter)
+    if isinstance(inner, FusedAdamW):
+        inner.settle(part, kind)
+    else:
+        inner.state[part][kind] = inner.state[part][kind].to(part.dtype)
 
 
 def _kind_of(name: str) -> tuple[str, str]:

@@ -26,6 +26,7 @@ VERBS = {
     "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",
     "data": "turn a corpus into packed token shards, check them, describe them",
     "checkpoint": "list, verify, compare, convert and remove checkpoints",
+    "bench": "a training step on this machine: Meshwright and its peers side by side, and the floor under them",
     "models": "list the model presets with their parameter counts",
 }
 

@@ -34,8 +34,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="bf16",
         metavar="DTYPE",
-        help="bf16 (default), fp16, float32, some of them (a,b) or auto",
+        help="bf16 (default), fp16, float32, fp8, some of them (a,b) or auto: all but fp8",
     )
+    parser.add_argument("--stored", metavar="DTYPE", help="weights and gradients: float32 (default) or bf16")
+    parser.add_argument("--moments", metavar="DTYPE", help="AdamW's moments: float32 (default), bf16 or int8")
     parser.add_argument(
         "--objective", default="throughput", metavar="WHAT", help="throughput, memory, cost, fewest-gpus"
     )
@@ -106,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         sequence_length=args.seq_len,
         global_batch=args.global_batch,
         precision=args.precision,
+        stored=args.stored,
+        moments=args.moments,
         objective=asked,
         constraints=args.constraints,
         strategy=args.strategy,

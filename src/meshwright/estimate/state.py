@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.estimate.units import FIRST, Place, Unit, Units, units_of
 from meshwright.models.spec import ModelSpec
 from meshwright.strategy import Strategy
@@ -22,7 +23,7 @@ class StateBytes:
     """Gathered from other ranks for computing, on top of what is stored."""
     gradients: int
     optimizer: int
-    """Two moments of every element that this rank updates."""
+    """Two moments of every element that this rank updates, with their scales where they are 8 bits."""
 
 
 def state_bytes(
@@ -31,21 +32,22 @@ def state_bytes(
     place: Place = FIRST,
     *,
     micro_steps: int = 1,
-    stored: int = 4,
+    kept: Kept = FLOAT32,
     computed: int | None = None,
 ) -> StateBytes:
-    """The state of the rank at that place; `stored` and `computed` are bytes per element, float32 unless told."""
+    """The state of the rank at that place; `computed` are the bytes of an element that is computed with."""
     units = units_of(spec, strategy, place)
     held = [one for unit in units.all for one in unit.values()]
-    local, own, padded = (sum(getattr(one, name) for one in held) for name in ("local", "shard", "padded"))
+    stored = kept.element
+    local, padded = (sum(getattr(one, name) for one in held) for name in ("local", "padded"))
     if strategy.zero < 2 or strategy.dp * strategy.cp == 1:
-        moments = own if strategy.zero == 1 else local
-        return StateBytes(local * stored, 0, local * stored, 2 * moments * stored)
+        moments = kept.moments_of(one.shard if strategy.zero == 1 else one.local for one in held)
+        return StateBytes(local * stored, 0, local * stored, moments)
     return StateBytes(
         parameters=padded * stored,
         gathered=_gathered(units, strategy) * (computed or stored),
         gradients=_gradients(units, strategy, micro_steps) * stored,
-        optimizer=2 * own * stored,
+        optimizer=kept.moments_of(one.shard for one in held),
     )
 
 

@@ -110,7 +110,7 @@ def _recomputed_regions(spec: ModelSpec, strategy: Strategy) -> _Again:
     if kind == "none":
         return _Again(0, 0)
     layers = int(count) if kind == "first" else spec.num_hidden_layers
-    if kind == "selective":
+    if kind in ("selective", "budget"):
         return _Again(2 * layers, 0)
     return _Again(2 * layers, 2 * layers if spec.dropout else layers)
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.attention_kernels import attend_with_kernel, takes_blocks
+from meshwright.models.document_attention import Sight, attend_by_blocks, seen_blocks
+from meshwright.models.linear import Linear, linears
+from meshwright.models.norms import RMSNorm
 from meshwright.models.rope import rotate
 from meshwright.models.spec import ModelSpec
 
-Attend = Callable[[Tensor, Tensor, Tensor, int | None, Tensor | None], Tensor]
+Documents = Tensor | Sight | None
+"""The number of the document of each position, or what follows from these by blocks of tokens."""
+Attend = Callable[[Tensor, Tensor, Tensor, int | None, Documents], Tensor]
 """What `attend` below takes and gives."""
 
 
@@ -47,13 +52,13 @@ class Attention(nn.Module):
         self.head_dim = spec.head_dim
         self.sliding_window = spec.sliding_window
         query_size, key_size = spec.num_attention_heads * spec.head_dim, spec.num_key_value_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, query_size, bias="q" in spec.bias)
-        self.k_proj = nn.Linear(spec.hidden_size, key_size, bias="k" in spec.bias)
-        self.v_proj = nn.Linear(spec.hidden_size, key_size, bias="v" in spec.bias)
-        self.o_proj = nn.Linear(query_size, spec.hidden_size, bias="o" in spec.bias)
+        self.q_proj = Linear(spec.hidden_size, query_size, bias="q" in spec.bias)
+        self.k_proj = Linear(spec.hidden_size, key_size, bias="k" in spec.bias)
+        self.v_proj = Linear(spec.hidden_size, key_size, bias="v" in spec.bias)
+        self.o_proj = Linear(query_size, spec.hidden_size, bias="o" in spec.bias)
         if spec.qk_norm:
-            self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
-            self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.norm_eps)
+            self.q_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps)
+            self.k_norm = RMSNorm(spec.head_dim, eps=spec.norm_eps)
         self.qk_norm = spec.qk_norm
         # Replaced from outside where the tokens of a sequence are split.
         self.attend: Attend = attend
@@ -63,10 +68,10 @@ class Attention(nn.Module):
         x_BTE: Tensor,
         rope: tuple[Tensor, Tensor] | None,
         cache: KeyValueCache | None = None,
-        documents_BT: Tensor | None = None,
+        documents: Documents = None,
     ) -> Tensor:
         # No names for queries, keys and values: what attention does not keep is gone before the output projection.
-        y_BHTD = self.attend(*self._heads(x_BTE, rope, cache), self.sliding_window, documents_BT)
+        y_BHTD = self.attend(*self._heads(x_BTE, rope, cache), self.sliding_window, documents)
         return self.o_proj(y_BHTD.transpose(1, 2).flatten(2))
 
     def _heads(
@@ -74,8 +79,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of these tokens, keys and values of all that there are."""
         q, k, v = (
-            projection(x_BTE).unflatten(-1, (-1, self.head_dim))
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            y_BTE.unflatten(-1, (-1, self.head_dim)) for y_BTE in linears(x_BTE, self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -92,18 +96,25 @@ def attend(
     k_BHSD: Tensor,
     v_BHSD: Tensor,
     sliding_window: int | None = None,
-    documents_BS: Tensor | None = None,
+    documents: Documents = None,
 ) -> Tensor:
     """Causal attention of the last T of S positions over all S, with as many query heads per KV head as it takes.
 
-    With `documents`, the number of the document of each position, it stays within a document.
+    With `documents`, the number of the document of each position (B, S), it stays within a document.
     """
     tokens, attended = q_BHTD.shape[2], k_BHSD.shape[2]
-    grouped = q_BHTD.shape[1] != k_BHSD.shape[1]
     windowed = sliding_window is not None and attended > sliding_window
-    if not windowed and documents_BS is None and tokens in (attended, 1):
+    if not windowed and documents is None and tokens in (attended, 1):
         causal = tokens == attended and tokens > 1
-        return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, is_causal=causal, enable_gqa=grouped)
+        return attend_with_kernel(q_BHTD, k_BHSD, v_BHSD, causal=causal)
+    if tokens == attended > 1 and takes_blocks(q_BHTD.device, q_BHTD.dtype, q_BHTD.shape[-1]):
+        if isinstance(documents, Sight):
+            assert documents.window == sliding_window
+            blocks = documents.blocks
+        else:
+            blocks = seen_blocks(attended, sliding_window, documents, q_BHTD.device)
+        return attend_by_blocks(q_BHTD, k_BHSD, v_BHSD, blocks)
+    documents_BS = documents.documents_BT if isinstance(documents, Sight) else documents
     query = torch.arange(attended - tokens, attended, device=q_BHTD.device)[:, None]
     key = torch.arange(attended, device=q_BHTD.device)[None, :]
     mask_TS = key <= query
@@ -112,4 +123,4 @@ def attend(
         mask_TS = mask_TS & (key > query - sliding_window)
     if documents_BS is not None:
         mask_TS = mask_TS & (documents_BS[:, None, -tokens:, None] == documents_BS[:, None, None, :])
-    return F.scaled_dot_product_attention(q_BHTD, k_BHSD, v_BHSD, attn_mask=mask_TS, enable_gqa=grouped)
+    return attend_with_kernel(q_BHTD, k_BHSD, v_BHSD, mask=mask_TS)

@@ -11,10 +11,13 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from meshwright.models.attention import Attention, KeyValueCache
+from meshwright.models.attention import Attention, Documents, KeyValueCache
 from meshwright.models.counter_random import keep_mask, token_keys
+from meshwright.models.document_attention import look_ahead
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.head import Head, Targets
 from meshwright.models.mixture import Mixture
+from meshwright.models.norms import LayerNorm, RMSNorm
 from meshwright.models.rope import angles
 from meshwright.models.spec import ModelSpec
 from meshwright.models.tensor_plan import tensor_plan
@@ -36,7 +39,7 @@ class Dropout(nn.Module):
 
 
 def _norm(spec: ModelSpec) -> nn.Module:
-    kind = nn.RMSNorm if spec.norm == "rmsnorm" else nn.LayerNorm
+    kind = RMSNorm if spec.norm == "rmsnorm" else LayerNorm
     return kind(spec.hidden_size, eps=spec.norm_eps)
 
 
@@ -58,9 +61,9 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor] | None,
         dropout_keys: Tensor | None = None,
         cache: KeyValueCache | None = None,
-        documents_BT: Tensor | None = None,
+        documents: Documents = None,
     ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache, documents_BT)
+        attended = self.self_attn(self.input_layernorm(x_BTC), rope, cache, documents)
         x_BTC = x_BTC + self.attention_dropout(attended, dropout_keys)
         return x_BTC + self.mlp_dropout(self.mlp(self.post_attention_layernorm(x_BTC)), dropout_keys)
 
@@ -90,8 +93,13 @@ class Body(nn.Module):
     ) -> Tensor:
         x_BTC = self._embed(tokens_BT, positions_BT, dropout_keys) if hidden_BTC is None else hidden_BTC
         rope = angles(self.spec, positions_BT, x_BTC.dtype) if self.spec.positions == "rope" else None
+        documents: Documents = documents_BT
+        if cache is None:
+            documents = look_ahead(
+                documents_BT, tokens_BT.shape[1], self.spec.sliding_window, x_BTC, self.spec.head_dim
+            )
         for layer in layers or range(self.spec.num_hidden_layers):
-            x_BTC = self.layers[str(layer)](x_BTC, rope, dropout_keys, cache, documents_BT)
+            x_BTC = self.layers[str(layer)](x_BTC, rope, dropout_keys, cache, documents)
         return self.norm(x_BTC) if ends_with(self.spec, layers) else x_BTC
 
     def _embed(self, tokens_BT: Tensor, positions_BT: Tensor, dropout_keys: Tensor | None) -> Tensor:
@@ -115,7 +123,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.dropout_seed = 0
         self.model = Body(spec)
-        self.lm_head = nn.Linear(spec.hidden_size, spec.vocab_size, bias="head" in spec.bias)
+        self.lm_head = Head(spec.hidden_size, spec.vocab_size, bias="head" in spec.bias)
         self.tie()
 
     def tie(self) -> None:
@@ -140,8 +148,9 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
         hidden_BTC: Tensor | None = None,
         layers: range | None = None,
+        targets: Targets | None = None,
     ) -> Tensor:
-        """Logits (batch, tokens, vocabulary).
+        """Logits (batch, tokens, vocabulary); with `targets` the weighted sum of their cross-entropies instead.
 
         `positions` default to 0, 1, ... after what the cache holds. `samples` are the global numbers of the sequences,
         from which dropout masks follow; without them a model in training mode draws them from torch's generator.
@@ -155,7 +164,9 @@ class Decoder(nn.Module):
             positions_BT = torch.arange(start, start + tokens_BT.shape[1], device=tokens_BT.device)[None]
         keys = self._dropout_keys(tokens_BT, positions_BT, samples_B)
         hidden_BTC = self.model(tokens_BT, positions_BT, keys, cache, documents_BT, hidden_BTC, layers)
-        return self.lm_head(hidden_BTC) if ends_with(self.spec, layers) else hidden_BTC
+        if not ends_with(self.spec, layers):
+            return hidden_BTC
+        return self.lm_head(hidden_BTC) if targets is None else self.lm_head(hidden_BTC, targets)
 
     def _dropout_keys(self, tokens_BT: Tensor, positions_BT: Tensor, samples_B: Tensor | None) -> Tensor | None:
         if not (self.training and self.spec.dropout):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.models.linear import Linear, linears
 from meshwright.models.spec import ModelSpec
 
 
@@ -35,11 +36,15 @@ class FeedForward(nn.Module):
         self.gated = spec.activation == "swiglu"
         self.activation = activation(spec.activation)
         if self.gated:
-            self.gate_proj = nn.Linear(spec.hidden_size, inner, bias=bias and "gate" in spec.bias)
-        self.up_proj = nn.Linear(spec.hidden_size, inner, bias=bias and "up" in spec.bias)
-        self.down_proj = nn.Linear(inner, spec.hidden_size, bias=bias and "down" in spec.bias)
+            self.gate_proj = Linear(spec.hidden_size, inner, bias=bias and "gate" in spec.bias)
+        self.up_proj = Linear(spec.hidden_size, inner, bias=bias and "up" in spec.bias)
+        self.down_proj = Linear(inner, spec.hidden_size, bias=bias and "down" in spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gated:
-            return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(self.activation(self.up_proj(x)))
+        return self.down_proj(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        if not self.gated:
+            return self.activation(self.up_proj(x))
+        gate, up = linears(x, self.gate_proj, self.up_proj, apart=True)
+        return self.activation(gate) * up

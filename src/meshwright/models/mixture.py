@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.feed_forward import FeedForward
+from meshwright.models.linear import Linear
 from meshwright.models.rows import put_rows, take_rows
 from meshwright.models.spec import ModelSpec
 from meshwright.models.stacked_experts import StackedExperts
@@ -39,7 +40,7 @@ class Mixture(nn.Module):
         super().__init__()
         assert spec.experts is not None
         self.facts = spec.experts
-        self.gate = nn.Linear(spec.hidden_size, spec.experts.num_experts, bias=False)
+        self.gate = Linear(spec.hidden_size, spec.experts.num_experts, bias=False)
         self.experts = StackedExperts(spec)
         if spec.experts.num_shared_experts:
             shared = spec.experts.num_shared_experts * spec.experts.moe_intermediate_size
@@ -67,14 +68,17 @@ class Mixture(nn.Module):
         probabilities_NE = F.softmax(logits_NE, dim=-1)
         chosen_NK, weights_NK = self._choose(probabilities_NE)
         taken_NK = self._drop(chosen_NK, x_BTC.shape[:2])
-        counts = torch.bincount(taken_NK.flatten(), minlength=self.facts.num_experts)[: self.facts.num_experts].tolist()
-        order = taken_NK.flatten().argsort(stable=True)[: sum(counts)]
-        rows = self.experts(take_rows(x_NC, order, self.facts.num_experts_per_tok), counts)
+        counts_E = how_often(taken_NK, self.facts.num_experts)
+        order = taken_NK.flatten().argsort(stable=True)
+        if taken_NK is not chosen_NK:
+            # What found no room comes last. Only here must the host know how much that is.
+            order = order[: int(counts_E.sum())]
+        rows = self.experts(take_rows(x_NC, order, self.facts.num_experts_per_tok), counts_E)
         y_RC = put_rows(rows, order, chosen_NK.numel())
         y_NKC = y_RC.unflatten(0, chosen_NK.shape)
         y_NC = (y_NKC * weights_NK[..., None].to(rows.dtype)).sum(dim=1)
         if self.training:
-            load_E = self._count(chosen_NK, sum(counts))
+            load_E = self._count(chosen_NK, order.numel())
             y_NC = self._attach_losses(y_NC, logits_NE, probabilities_NE, load_E)
         if self.has_shared:
             y_NC = y_NC + self.shared_experts(x_NC)
@@ -100,7 +104,7 @@ class Mixture(nn.Module):
 
     def _count(self, chosen_NK: Tensor, taken: int) -> Tensor:
         """How often each expert was chosen; added to the load of this step."""
-        load_E = torch.bincount(chosen_NK.flatten(), minlength=self.facts.num_experts)
+        load_E = how_often(chosen_NK, self.facts.num_experts)
         if not self.repeating:
             self.expert_load += load_E
             self.dropped += chosen_NK.numel() - taken
@@ -143,6 +147,13 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         (loss,) = ctx.saved_tensors
         return gradients[0], torch.ones_like(loss)
+
+
+def how_often(numbers: Tensor, count: int) -> Tensor:
+    """How often each number below a count comes (the count itself may come, too); unlike bincount without waiting."""
+    flat = numbers.flatten()
+    sums = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
+    return sums.scatter_add_(0, flat, torch.ones_like(flat))[:-1]
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

@@ -8,6 +8,9 @@ from meshwright.models.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
+SENSITIVE_LINEARS = ("*lm_head", "*.gate", "*router*")
+"""Names of linears that bear coarse rounding badly: the head, whose logits decide between near equals, and routers."""
+
 
 def shapes_of(spec: ModelSpec) -> dict[str, Shape]:
     """Every parameter of the decoder that the spec describes; tied weights once."""

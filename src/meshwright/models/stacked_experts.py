@@ -7,13 +7,13 @@ Shapes: R rows, E experts, C model width, I expert width.
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.models.feed_forward import activation
+from meshwright.models.grouped_product import grouped_product
+from meshwright.models.reads import seen_in
 from meshwright.models.spec import ModelSpec
 
 _ALIGNMENT = 16
@@ -22,6 +22,8 @@ _ALIGNMENT = 16
 
 class StackedExperts(nn.Module):
     """The experts' weights, each kind one tensor whose first dimension is the expert."""
+
+    reads_itself = True
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -34,31 +36,36 @@ class StackedExperts(nn.Module):
         self.up_proj = nn.Parameter(torch.empty(count, inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
 
-    def forward(self, x_RC: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x_RC: Tensor, counts_E: Tensor) -> Tensor:
         """Apply expert e to its rows; rows are grouped by expert, counts[e] of them each."""
-        if can_group(x_RC, self.up_proj):
-            return self.all_at_once(x_RC, counts)
-        return self.one_by_one(x_RC, counts)
+        up = self._weight("up_proj", x_RC)
+        weights = up, self._weight("down_proj", x_RC), self._weight("gate_proj", x_RC) if self.gated else None
+        return (self.all_at_once if can_group(x_RC, up) else self.one_by_one)(x_RC, counts_E, *weights)
 
-    def all_at_once(self, x_RC: Tensor, counts: list[int]) -> Tensor:
-        """By products of groups."""
-        ends_E = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=x_RC.device)
-        inner_RI = F.grouped_mm(x_RC, self.up_proj.mT, offs=ends_E)
-        gate_RI = F.grouped_mm(x_RC, self.gate_proj.mT, offs=ends_E) if self.gated else None
-        return F.grouped_mm(self._activate(inner_RI, gate_RI), self.down_proj.mT, offs=ends_E)
+    def all_at_once(self, x_RC: Tensor, counts_E: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
+        """By products of groups; the host need not know the counts."""
+        ends_E = counts_E.cumsum(dim=0, dtype=torch.int32)
+        inner_RI = grouped_product(x_RC, up, ends_E)
+        gate_RI = grouped_product(x_RC, gate, ends_E) if gate is not None else None
+        return grouped_product(self._activate(inner_RI, gate_RI), down, ends_E)
 
-    def one_by_one(self, x_RC: Tensor, counts: list[int]) -> Tensor:
+    def one_by_one(self, x_RC: Tensor, counts_E: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
         """By a loop over the experts."""
-        ups, downs = self.up_proj.unbind(), self.down_proj.unbind()
-        gates = self.gate_proj.unbind() if self.gated else ups
+        ups, downs = up.unbind(), down.unbind()
+        gates = gate.unbind() if gate is not None else ups
         outputs = []
-        for expert, rows in enumerate(x_RC.split(counts)):
+        for expert, rows in enumerate(x_RC.split(counts_E.tolist())):
             # The first one is applied even to nothing: a pass without a row has gradients too, and they are zero.
             if rows.shape[0] == 0 and expert > 0:
                 continue
-            gate = F.linear(rows, gates[expert]) if self.gated else None
-            outputs.append(F.linear(self._activate(F.linear(rows, ups[expert]), gate), downs[expert]))
+            gate_RI = F.linear(rows, gates[expert]) if self.gated else None
+            outputs.append(F.linear(self._activate(F.linear(rows, ups[expert]), gate_RI), downs[expert]))
         return torch.cat(outputs)
+
+    def _weight(self, name: str, x_RC: Tensor) -> Tensor:
+        weight = seen_in(self, name, x_RC.dtype)
+        assert weight is not None
+        return weight
 
     def _activate(self, inner: Tensor, gate: Tensor | None) -> Tensor:
         return self.activation(inner) if gate is None else self.activation(gate) * inner

@@ -6,9 +6,12 @@ On a terminal a bar that stays in place; elsewhere a line every observe.log_ever
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 
 from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from meshwright.models.count import count_parameters
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
+from meshwright.training.slow_attention import slow_attention
 
 
 class Console(Hook):
@@ -27,6 +31,7 @@ class Console(Hook):
         self.task = TaskID(0)
         self.started = 0.0
         self.last_eval: float | None = None
+        self.told_breaks = False
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
@@ -51,6 +56,9 @@ class Console(Hook):
         if not trainer.world.is_first:
             return
         self.last_eval = metrics.get("eval_loss", self.last_eval)
+        if trainer.breaks and not self.told_breaks:
+            self.told_breaks = True
+            self._say(in_pieces(trainer.breaks))
         if self.progress is not None:
             self.progress.update(self.task, completed=trainer.step, numbers=numbers(metrics, self.last_eval))
             if trainer.finished or trainer.stopping:
@@ -107,13 +115,30 @@ def introduction(trainer: TrainingLoop) -> str:
     corpora = " + ".join(f"{corpus.path}: {human(corpus.tokens)} tokens" for corpus in job.sampler.corpora)
     start = f"from step {trainer.step} " if trainer.step else ""
     slow = "; fp16 is slow on a CPU" if config.train.precision == "fp16" and trainer.world.device.type == "cpu" else ""
+    wide = "".join(f"\nbf16   {line}" for line in kept_wide(trainer.one_step.parallel.wide))
+    reason = slow_attention(config, job.spec, job.strategy, trainer.world.device)
+    attention = f"\nslow   attention {reason}" if reason is not None else ""
     why = "".join(f"\nplan   {line}" for line in trainer.planned.said)
+    shared = f"\nshared {trainer.world.sharing}" if trainer.world.sharing is not None else ""
     return (
         f"model  {name}: {human(count.total)} parameters{active}, {config.train.precision}{slow}\n"
         f"data   {corpora}; tokenizer {job.tokenizer.name}\n"
         f"run    {ranks} on {trainer.world.device}, {job.strategy}; "
-        f"{start}to step {config.train.steps} with {batch} x {config.data.sequence_length} tokens each{why}"
+        f"{start}to step {config.train.steps} with {batch} x {config.data.sequence_length} tokens each"
+        f"{shared}{wide}{attention}{why}"
     )
+
+
+def in_pieces(breaks: Mapping[str, int]) -> str:
+    """What the compiler could not take in one piece; it is right, and slower than it could be."""
+    reasons = "; ".join(f"{reason} ({count} x)" for reason, count in breaks.items())
+    return f"compiled layers run in pieces: {reasons}"
+
+
+def kept_wide(reasons: Mapping[str, str]) -> list[str]:
+    """What a run in fp8 leaves in bf16, that of all layers as one."""
+    alike = Counter((re.sub(r"\.\d+\.", ".*.", name), reason) for name, reason in reasons.items())
+    return [f"{name}{f' ({count} of them)' * (count > 1)}, {reason}" for (name, reason), count in alike.items()]
 
 
 def numbers(metrics: Metrics, eval_loss: float | None) -> str:

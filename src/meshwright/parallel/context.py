@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.context_layout import ContextLayout
 from meshwright.errors import ConfigError
-from meshwright.models.attention import attend
+from meshwright.models.attention import Documents, attend
+from meshwright.models.document_attention import Sight
+from meshwright.models.reads import Forward, around_forward
 from meshwright.parallel.mesh import AXES, Mesh
-from meshwright.parallel.reads import Forward, around_forward
 from meshwright.parallel.ring_attention import ring_attention
 from meshwright.parallel.ulysses import join_heads, split_heads
 
@@ -68,19 +69,22 @@ class Context:
         k_BKTD: Tensor,
         v_BKTD: Tensor,
         sliding_window: int | None = None,
-        documents_BT: Tensor | None = None,
+        documents: Documents = None,
     ) -> Tensor:
         """Attention of this rank's tokens to those of all ranks; `documents` are those of whole sequences."""
         if self.length is None:
-            return attend(q_BHTD, k_BKTD, v_BKTD, sliding_window, documents_BT)
+            return attend(q_BHTD, k_BKTD, v_BKTD, sliding_window, documents)
+        if isinstance(documents, Sight):
+            # Its blocks are those of this rank's tokens, as if they were all.
+            documents = documents.documents_BT
         place = self.rank // self.layout.heads
         lengths = self.layout.part_lengths(self.length)[place * self.layout.heads :][: self.layout.heads]
         if self.members is not None:
             q_BHTD, k_BKTD, v_BKTD = split_heads(q_BHTD, k_BKTD, v_BKTD, lengths, self.members)
         if self.ring is not None:
-            y_BHTD = ring_attention(q_BHTD, k_BKTD, v_BKTD, self.ring, self.length, sliding_window, documents_BT)
+            y_BHTD = ring_attention(q_BHTD, k_BKTD, v_BKTD, self.ring, self.length, sliding_window, documents)
         else:
-            y_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, sliding_window, documents_BT)
+            y_BHTD = attend(q_BHTD, k_BKTD, v_BKTD, sliding_window, documents)
         return y_BHTD if self.members is None else join_heads(y_BHTD, lengths, self.members)
 
 

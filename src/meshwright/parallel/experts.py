@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from meshwright.cuts import part
 from meshwright.errors import ConfigError
 from meshwright.models.mixture import mixtures
+from meshwright.models.reads import around_forward, local_part, read_through
 from meshwright.models.rows import put_rows, take_rows
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.mesh import ExpertMesh
-from meshwright.parallel.reads import around_forward, local_part, read_through
 from meshwright.torch_private import all_to_all, parameters_of
 
-Experts = Callable[[Tensor, list[int]], Tensor]
+Experts = Callable[[Tensor, Tensor], Tensor]
 
 
 def check(model: nn.Module, ep: int) -> None:
@@ -77,17 +77,17 @@ def _split(parameter: nn.Parameter, mesh: ExpertMesh) -> nn.Parameter:
     return nn.Parameter(split, requires_grad=parameter.requires_grad)
 
 
-def _exchange_rows(group: dist.ProcessGroup, experts: Experts, x_RC: Tensor, counts: list[int]) -> Tensor:
+def _exchange_rows(group: dist.ProcessGroup, experts: Experts, x_RC: Tensor, counts_E: Tensor) -> Tensor:
     """Apply experts of all ranks of a group to this rank's rows, grouped by expert, counts[e] of them each."""
     ranks = group.size()
-    sent = torch.tensor(counts, device=x_RC.device).view(ranks, -1)
+    sent = counts_E.view(ranks, -1)
     received = all_to_all(sent, [1] * ranks, [1] * ranks, group)
     to_each, from_each = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
     rows = _Exchange.apply(x_RC, to_each, from_each, group)
     # They come by sender and then by expert; experts want them by expert.
     expert = torch.arange(received.shape[1], device=x_RC.device).repeat(ranks).repeat_interleave(received.flatten())
     order = expert.argsort(stable=True)
-    results = experts(take_rows(rows, order), received.sum(dim=0).tolist())
+    results = experts(take_rows(rows, order), received.sum(dim=0))
     return _Exchange.apply(put_rows(results, order, len(order)), from_each, to_each, group)
 
 

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshwright.cuts import buckets_of, part
 from meshwright.errors import ConfigError
-from meshwright.models.parts import local_of
+from meshwright.models.parts import Box, box_of, local_of
+from meshwright.optim.adamw import FusedAdamW
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.torch_releases import all_gather_into
 from meshwright.torch_private import beside, is_shard, shard_within
@@ -38,8 +39,9 @@ BY_ELEMENT = (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
+    FusedAdamW,
 )
-"""Optimizers that change every element by itself."""
+"""Optimizers that change every element by itself; moments in 8 bits share a scale with their neighbours on the rank."""
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -57,7 +59,7 @@ class _Held:
 
     def as_whole(self, value: Tensor) -> Tensor:
         """State of the part, as a tensor that knows its place in the whole."""
-        if self.mesh is None or value.ndim == 0:
+        if self.mesh is None or value.shape != self.part.shape:
             return value
         shape, stride = self.parameter.shape, self.parameter.stride()
         return DTensor.from_local(value, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
@@ -75,26 +77,26 @@ class LocalOptimizer(torch.optim.Optimizer):
         on_host: bool = False,
     ) -> None:
         self._mesh = rows_over
-        self._on_host = on_host
+        self.on_host = on_host
         self._held: dict[nn.Parameter, _Held] = {}
         own = [{**group, "params": [self._take(p) for p in group["params"]]} for group in groups]
-        self._inner = make(own)
-        if not isinstance(self._inner, BY_ELEMENT):
+        self.inner = make(own)
+        if not isinstance(self.inner, BY_ELEMENT):
             known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
             raise ConfigError(
-                f"{type(self._inner).__name__} needs whole parameters and cannot be sharded; "
+                f"{type(self.inner).__name__} needs whole parameters and cannot be sharded; "
                 f"use zero=0, tp=1 and ep=1 without offload, or one of {known}"
             )
-        super().__init__(own, self._inner.defaults)
+        super().__init__(own, self.inner.defaults)
         # One and the same as those of the optimizer that does the work, so that schedulers reach it.
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
         self._complete = True
         self._buckets = list(self._in_buckets())
 
     def _take(self, parameter: nn.Parameter) -> nn.Parameter:
         axis = self._rows_over(parameter)
         own = _own(parameter.detach(), axis)
-        held = nn.Parameter(own.to("cpu", copy=True) if self._on_host else own)
+        held = nn.Parameter(own.to("cpu", copy=True) if self.on_host else own)
         self._held[parameter] = _Held(parameter, held, *self._layout(parameter, axis), axis)
         return held
 
@@ -132,17 +134,22 @@ class LocalOptimizer(torch.optim.Optimizer):
                 sizes = [local_of(one.parameter).nbytes for one in held]
                 yield from ([held[index] for index in bucket] for bucket in buckets_of(sizes))
 
+    def part_of(self, parameter: nn.Parameter) -> tuple[nn.Parameter, Box]:
+        """The part of a parameter that the inner optimizer updates, and where it lies in the whole."""
+        held = self._held[parameter]
+        return held.part, box_of(held.as_whole(held.part.detach()))
+
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """The state of a parameter: its kinds, as tensors that know their place in the whole."""
         held = self._held[parameter]
-        return {kind: held.as_whole(value) for kind, value in self._inner.state.get(held.part, {}).items()}
+        return {kind: held.as_whole(value) for kind, value in self.inner.state.get(held.part, {}).items()}
 
     def room_for(self, parameter: nn.Parameter, kind: str, per_element: bool, dtype: torch.dtype) -> Tensor:
         """Memory for one kind of a parameter's state, to be filled; it knows its place in the whole."""
         held = self._held[parameter]
         shape = held.part.shape if per_element else ()
         room = torch.empty(shape, dtype=dtype, device=held.part.device)
-        self._inner.state[held.part][kind] = room
+        self.inner.state[held.part][kind] = room
         return held.as_whole(room)
 
     @torch.no_grad()
@@ -154,15 +161,18 @@ class LocalOptimizer(torch.optim.Optimizer):
             own = _own(parameter, held.rows_over)
             if parameter.grad is None:
                 held.part.grad = None
-            elif self._on_host:
+            elif self.on_host:
                 held.part.data.copy_(own)
                 held.part.grad = _own(parameter.grad, held.rows_over).to("cpu")
             else:
                 held.part.data = own
                 held.part.grad = _own(parameter.grad, held.rows_over)
-        self._inner.step()
+        # As torch's fused optimizers have it: gradients are divided by the one; where the other is not zero all stays.
+        for told in ("grad_scale", "found_inf"):
+            setattr(self.inner, told, getattr(self, told, None))
+        self.inner.step()
         for parameter, held in self._held.items():
-            if self._on_host and held.part.grad is not None:
+            if self.on_host and held.part.grad is not None:
                 _own(parameter, held.rows_over).copy_(held.part)
             held.part.grad = None
         for bucket in self._buckets:
@@ -178,18 +188,23 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank's parts, by number; a checkpoint by name, for any strategy, is the trainer's."""
-        return self._inner.state_dict()
+        return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up what `state_dict` gave on this rank under the same strategy."""
-        self._inner.load_state_dict(state_dict)
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made."""
         if getattr(self, "_complete", False):
             raise ValueError("a split optimizer takes all parameter groups when it is made")
         super().add_param_group(param_group)
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer that does the work."""
+    return optimizer.inner if isinstance(optimizer, LocalOptimizer) else optimizer
 
 
 def _rows(tensor: Tensor, axis: DeviceMesh, index: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.norm import clip_grad_norm_
+from meshwright.parallel.norm import clip_grad_norm_, grad_norm
 from meshwright.parallel.pipeline import Batch, Loss, Pipeline
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.spans import Spans
@@ -43,12 +43,15 @@ class Parallel:
         reduction: Reduction,
         pipeline: Pipeline | None = None,
         context: Context | None = None,
+        wide: Mapping[str, str] | None = None,
     ) -> None:
         self.module = module
         self.pipeline = pipeline
         self.strategy = strategy
         self.mesh = mesh
         self.precision = policy
+        self.wide = wide or {}
+        """Of a model whose linears multiply in 8 bits: modules of this rank that do not, and why."""
         self._reduction = reduction
         self._tied_copy: TiedEmbedding | None = None
         self.last_step: Spans | None = None
@@ -193,8 +196,16 @@ class Parallel:
 
     def clip_grad_norm_(self, max_norm: float, *, scale: float = 1.0) -> Tensor:
         """The norm of all gradients of the whole model, which are scaled down to `max_norm` where it is exceeded."""
-        again = [self._tied.weight] if self._tied is not None and not self._tied.counts else []
+        again = self._counted_elsewhere()
         return clip_grad_norm_(self.parameters(), max_norm, scale=scale, pipeline=self.stages, counted_elsewhere=again)
+
+    def grad_norm(self, *, scale: float = 1.0) -> Tensor:
+        """The norm of all gradients of the whole model, of a loss that was multiplied by `scale`."""
+        again = self._counted_elsewhere()
+        return grad_norm(self.parameters(), scale=scale, pipeline=self.stages, counted_elsewhere=again)
+
+    def _counted_elsewhere(self) -> list[Tensor]:
+        return [self._tied.weight] if self._tied is not None and not self._tied.counts else []
 
     def own_tokens(self, x_BT: Tensor) -> Tensor:
         """What is this rank's of something known of whole sequences, such as targets; tokens are the last dimension."""

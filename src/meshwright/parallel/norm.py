@@ -32,16 +32,42 @@ def clip_grad_norm_(
     was multiplied by `scale` are divided by it first. Ranks of a `pipeline` hold different parameters each, except for
     those that are `counted_elsewhere`.
     """
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(parameters, scale=scale, pipeline=pipeline, counted_elsewhere=counted_elsewhere)
+    if max_norm or scale != 1.0:
+        multiply_gradients_(parameters, clip_factor(norm, max_norm) / scale)
+    return norm
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """By what gradients of that norm are multiplied."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+
+
+@torch.no_grad()
+def multiply_gradients_(parameters: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply this rank's parts of all gradients."""
+    held = [_part(parameter.grad)[1] for parameter in parameters if parameter.grad is not None]
+    held = [local for local in held if local.numel()]
+    if held:
+        torch._foreach_mul_(held, factor)
+
+
+@torch.no_grad()
+def grad_norm(
+    parameters: Iterable[Tensor],
+    *,
+    scale: float = 1.0,
+    pipeline: dist.ProcessGroup | None = None,
+    counted_elsewhere: Sequence[Tensor] = (),
+) -> Tensor:
+    """The norm of all gradients, the same on every rank; see `clip_grad_norm_`."""
     parts: dict[Where, list[Tensor]] = {}
-    locals_, again = [], []
+    again = []
     parameters = list(parameters)
     for parameter in parameters:
         if parameter.grad is not None:
             where, local = _part(parameter.grad)
-            if local.numel():
-                locals_.append(local)
             if not any(parameter is other for other in counted_elsewhere):
                 parts.setdefault(where, []).append(local)
             elif local.numel():
@@ -54,11 +80,7 @@ def clip_grad_norm_(
     total += 0.0 * _sum_of_squares(None, again, device)
     if pipeline is not None:
         dist.all_reduce(total, group=pipeline)
-    norm = total.sqrt() / scale
-    if locals_ and (max_norm or scale != 1.0):
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
-        torch._foreach_mul_(locals_, factor / scale)
-    return norm
+    return total.sqrt() / scale
 
 
 def _part(gradient: Tensor) -> tuple[Where, Tensor]:
@@ -74,7 +96,9 @@ def _part(gradient: Tensor) -> tuple[Where, Tensor]:
 def _sum_of_squares(where: Where, held: list[Tensor], device: torch.device) -> Tensor:
     square = torch.zeros((), dtype=torch.float64, device=device)
     if held:
-        square += torch.stack(torch._foreach_norm(held)).to(device, torch.float64).square().sum()
+        # Norms of narrow gradients are taken in float32.
+        wide = torch.float32 if held[0].element_size() < 4 else held[0].dtype
+        square += torch.stack(torch._foreach_norm(held, dtype=wide)).to(device, torch.float64).square().sum()
     if where is not None:
         mesh, axes = where
         for axis in axes:

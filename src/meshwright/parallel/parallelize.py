@@ -1,7 +1,8 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: pipeline, tensor parallel, context parallel, expert parallel, recompute, precision, data parallel. A model on the
-meta device stays there, so that each rank can give memory to its own part; one with weights keeps those of rank 0.
+Order: pipeline, products in 8 bits, tensor parallel, context parallel, expert parallel, compilation, recompute,
+precision, data parallel. A model on the meta device stays there, so that each rank can give memory to its own part; one
+with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from meshwright.context_layout import ContextLayout
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
-from meshwright.parallel import context, data, experts, precision, recompute, tensor
+from meshwright.models.reads import around_forward
+from meshwright.parallel import compile, context, data, experts, precision, recompute, tensor
 from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.mesh import Mesh, make_mesh
 from meshwright.parallel.model import Parallel
 from meshwright.parallel.pipeline import Batch, Pipeline
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.reads import around_forward
 from meshwright.parallel.stages import keep_stages
 from meshwright.parallel.torch_releases import group_of
 from meshwright.parallel.units import blocks_of, units_of
+from meshwright.parallel.world import local_ranks, visible_gpus
 from meshwright.schedules import stages_per_rank
 from meshwright.stages import stage_layers
 from meshwright.strategy import Strategy
@@ -42,8 +44,9 @@ def parallelize(
     *,
     precision: Precision | None = None,
     reduction: Reduction = "mean",
+    compiled: bool = False,
 ) -> Parallel:
-    """The model under a strategy, split in place.
+    """The model under a strategy, split in place; `compiled` lets torch.compile have its layers.
 
     Gradients are averaged over the data-parallel ranks, as DDP does; with `reduction="sum"` they are summed, for a
     loss that is already divided by the global count of tokens. Without a mesh, one is made over all ranks of the
@@ -57,15 +60,21 @@ def parallelize(
     check_model(model, strategy, world)
     if mesh is None and strategy.world > 1:
         _start_group()
-        mesh = make_mesh(strategy, "cuda" if "nccl" in dist.get_backend() else "cpu")
+        mesh = make_mesh(strategy, _device_type(model))
     if mesh is not None:
         _take_first_ranks_weights(model)
-    return _apply(model, strategy, mesh, policy, reduction)
+    return _apply(model, strategy, mesh, policy, reduction, compiled)
 
 
 def _apply(
-    model: nn.Module, strategy: Strategy, mesh: Mesh | None, policy: Precision, reduction: Reduction
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: Mesh | None,
+    policy: Precision,
+    reduction: Reduction,
+    compiled: bool,
 ) -> Parallel:
+    precision.check(model, policy)
     pipeline = None
     if strategy.pp > 1:
         assert isinstance(model, Decoder)
@@ -74,6 +83,8 @@ def _apply(
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
     units = units_of(model, strategy.wrap, pipeline.own_layers if pipeline is not None else None)
     tokens: Context | None = None
+    if policy.float8 is not None:
+        precision.multiply_in_float8(model, policy.float8)
     if mesh is not None:
         for mixture in mixtures(model):
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
@@ -88,12 +99,17 @@ def _apply(
             tokens = context.apply(model, ContextLayout.of(strategy.cp, strategy.cp_method), mesh)
         if mesh.experts is not None:
             experts.apply(model, mesh.experts, reduction)
+    wide = precision.not_in_float8(model, policy.float8) if policy.float8 is not None else {}
+    again = _own_share(strategy.recompute, pipeline)
+    if compiled:
+        compile.apply(blocks_of(model), again)
+        again = "none" if compile.decides(again) else again
     # The decoder draws no random numbers of its own; another model may.
-    recompute.apply(blocks_of(model), _own_share(strategy.recompute, pipeline), draws=not isinstance(model, Decoder))
+    recompute.apply(blocks_of(model), again, draws=not isinstance(model, Decoder))
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens)
+    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide)
 
 
 def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:
@@ -176,8 +192,21 @@ def _world_size() -> int:
 
 
 def _start_group() -> None:
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if dist.is_initialized():
+        return
+    gpus, local = visible_gpus(), local_ranks(_world_size())
+    if 0 < gpus < local:
+        raise ConfigError(
+            f"{local} processes on this machine and {gpus} GPU{'s' * (gpus > 1)}: NCCL takes one process for each. To "
+            'share GPUs, call torch.distributed.init_process_group("gloo") before: right results, not speed'
+        )
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
+
+
+def _device_type(model: nn.Module) -> str:
+    """Where the ranks compute: on GPUs over NCCL, or over gloo where the model is on one."""
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    return "cuda" if on_gpu or "nccl" in dist.get_backend() else "cpu"
 
 
 @torch.no_grad()

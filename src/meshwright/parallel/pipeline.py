@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.spans import Spans
+from meshwright.parallel.transfers import Message, receive, send
 from meshwright.pulse import Pulse
 from meshwright.schedules import Action, Program, Transfer, forward_program, make_program, splits_backward
 from meshwright.torch_private import backward_to_input, backward_to_weights, fold_gradients
@@ -84,9 +85,9 @@ class _Passing:
     """What computes the gradients of weights, where those of inputs were computed first."""
     here: dict[Key, Tensor] = field(default_factory=dict)
     """From one stage of this rank to another."""
-    arriving: dict[Key, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    arriving: dict[Key, tuple[Message, Tensor]] = field(default_factory=dict)
     leaving: dict[Key, Tensor] = field(default_factory=dict)
-    sent: list[tuple[dist.Work, Tensor, int]] = field(default_factory=list)
+    sent: list[tuple[Message, int]] = field(default_factory=list)
     """With the rank that takes it."""
 
 
@@ -231,32 +232,22 @@ class Pipeline:
         """What another stage has made for one of this rank's."""
         if key in passing.here:
             return passing.here.pop(key)
-        work, value = passing.arriving.pop(key)
+        message, value = passing.arriving.pop(key)
         with passing.pulse.waiting_for(self.members[self.placement[key[1]]]):
-            work.wait()
+            message.wait()
         return value
 
     def _wait_for_sent(self, passing: _Passing) -> None:
-        for work, _, target in passing.sent:
+        for message, target in passing.sent:
             with passing.pulse.waiting_for(self.members[target]):
-                work.wait()
+                message.wait()
 
     def _transfer(self, transfer: Transfer, passing: _Passing, batches: Sequence[Batch]) -> None:
         key = (transfer.kind, transfer.stage, transfer.micro)
         if transfer.source == self.rank:
-            value = passing.leaving.pop(key)
             passing.sent = [sent for sent in passing.sent if not sent[0].is_completed()]
-            passing.sent.append((self._send(value, transfer.target), value, transfer.target))
+            message = send(passing.leaving.pop(key), self.group, transfer.target)
+            passing.sent.append((message, transfer.target))
         else:
             value = self._border(batches[transfer.micro])
-            passing.arriving[key] = self._receive(value, transfer.source), value
-
-    def _send(self, value: Tensor, target: int) -> dist.Work:
-        work = dist.isend(value, group=self.group, group_dst=target)
-        assert work is not None
-        return work
-
-    def _receive(self, value: Tensor, source: int) -> dist.Work:
-        work = dist.irecv(value, group=self.group, group_src=source)
-        assert work is not None
-        return work
+            passing.arriving[key] = receive(value, self.group, transfer.source), value

@@ -4,6 +4,7 @@
     first:N     so do the first N layers; the others keep everything
     selective   every layer keeps what is dear to compute (matrix products, attention, sums over ranks, rows from other
                 ranks) and computes the rest again (norms, activations, rotations, gathered tokens)
+    budget:F    compiled layers only, see `compile.py`, which does selective for them too
 
 Results are the same to the last bit: masks of dropout are a function of the sample, and no state moves twice.
 """
@@ -22,8 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.errors import ConfigError
+from meshwright.models.grouped_product import grouped_product  # noqa: F401
 from meshwright.models.mixture import Mixture, mixtures
-from meshwright.parallel.reads import around_forward, show_inside
+from meshwright.models.reads import around_forward
 from meshwright.parallel.ring_attention import RING_ATTENTION
 
 Context = AbstractContextManager[None]
@@ -32,7 +35,8 @@ _KEPT = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._grouped_mm.default,
+    torch.ops.meshwright.grouped_product.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten.linear.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -50,8 +54,9 @@ def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True) -> No
     kind, _, count = recompute.partition(":")
     if kind == "none":
         return
+    if kind == "budget":
+        raise ConfigError(f"recompute={recompute} is for compiled layers: set train.compile=on, or use selective")
     for block in blocks[: int(count)] if kind == "first" else blocks:
-        around_forward(block, partial(show_inside, block))
         around_forward(block, partial(_again, list(mixtures(block)), kind == "selective", draws))
 
 
@@ -83,7 +88,15 @@ class _Results:
 # gathered inside of a layer, and are there already in one of the passes.
 
 
-class _Keep(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Follows operations, and lets a compiler make kernels meanwhile: what these are made of is not seen."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Keep(_Mode):
     """Keeps the results of dear operations."""
 
     def __init__(self, results: _Results) -> None:
@@ -98,7 +111,7 @@ class _Keep(TorchDispatchMode):
         return result
 
 
-class _Take(TorchDispatchMode):
+class _Take(_Mode):
     """Gives the results that were kept, in order, instead of computing them; from the first one each time."""
 
     def __init__(self, results: _Results) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.context_layout import ContextLayout
 from meshwright.parallel.attention_blocks import attend_block, attend_block_backward
+from meshwright.parallel.transfers import Message, exchange
 from meshwright.torch_private import resolve_group
 
 
@@ -36,15 +37,13 @@ class _Block:
 
 @dataclass
 class _Arriving:
-    """Something on its way; what is sent meanwhile is kept until it has left."""
+    """Something on its way, while something else leaves."""
 
     tensor: Tensor
-    outgoing: Tensor
-    works: list[dist.Work]
+    message: Message
 
     def wait(self) -> Tensor:
-        for work in self.works:
-            work.wait()
+        self.message.wait()
         return self.tensor
 
 
@@ -73,13 +72,8 @@ class _Ring:
 
     def _pass_on(self, outgoing: Tensor, tokens: int) -> _Arriving:
         tensor = outgoing.new_empty(tokens, *outgoing.shape[1:])
-        ranks = dist.get_process_group_ranks(self.group)
-        to, origin = ranks[(self.rank - 1) % self.size], ranks[(self.rank + 1) % self.size]
-        operations = [
-            dist.P2POp(dist.isend, outgoing, to, self.group),
-            dist.P2POp(dist.irecv, tensor, origin, self.group),
-        ]
-        return _Arriving(tensor, outgoing, dist.batch_isend_irecv(operations))
+        to, origin = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        return _Arriving(tensor, exchange(outgoing, to, tensor, origin, self.group))
 
     def block(self, step: int, device: torch.device) -> _Block:
         """What meets in a step; there may be no queries in it."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.models.decoder import Decoder
 from meshwright.models.parts import local_of
+from meshwright.parallel.transfers import receive, send
 
 
 def keep_stages(model: Decoder, layers: Sequence[range], stages: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class TiedEmbedding:
         # One after the other, and not as a batch: to NCCL a batch is a matter of all ranks of the group.
         for sends in (self.counts, not self.counts):
             if sends:
-                dist.send(sent, group=self._group, group_dst=self.other)
+                send(sent, self._group, self.other).wait()
             else:
-                dist.recv(theirs, group=self._group, group_src=self.other)
+                receive(theirs, self._group, self.other).wait()
         own.add_(theirs)

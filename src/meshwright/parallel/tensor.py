@@ -35,9 +35,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from meshwright.cuts import part
 from meshwright.errors import ConfigError
+from meshwright.models.head import Targets, Vocabulary
+from meshwright.models.reads import Forward, Transform, around_forward, local_part, read_through, seen
 from meshwright.models.tensor_plan import Rule, cut_dimension, rule_of
 from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_tokens
-from meshwright.parallel.reads import Forward, Transform, around_forward, local_part, read_through
 from meshwright.torch_private import parameters_of
 
 
@@ -224,13 +225,15 @@ def _vocabulary(module: nn.Embedding, splitter: _Splitter, rule: Rule) -> None:
 
     def forward(_: Forward, tokens_BT: Tensor) -> Tensor:
         axis.begin(tokens_BT.shape[1], module.training)
+        weight = seen(module, "weight")
+        assert weight is not None
         if rows.start == rows.stop:
             # More ranks than rows to go round: no token is found here, but the ranks go forward and back together.
-            nothing = module.weight.new_zeros(*tokens_BT.shape, module.embedding_dim)
-            return axis.leave(nothing + module.weight.sum())
+            nothing = weight.new_zeros(*tokens_BT.shape, module.embedding_dim)
+            return axis.leave(nothing + weight.sum())
         absent_BT1 = ((tokens_BT < rows.start) | (tokens_BT >= rows.stop))[..., None]
         found_BTC = F.embedding(
-            (tokens_BT - rows.start).clamp(0, rows.stop - rows.start - 1), module.weight, padding_idx=padding
+            (tokens_BT - rows.start).clamp(0, rows.stop - rows.start - 1), weight, padding_idx=padding
         )
         return axis.leave(found_BTC.masked_fill(absent_BT1, 0.0))
 
@@ -241,7 +244,11 @@ def _head(module: nn.Linear, splitter: _Splitter, rule: Rule) -> None:
     axis, vocabulary = splitter.axis, module.out_features
     splitter.hold(module, rule)
 
-    def forward(inner: Forward, x_BTC: Tensor) -> Tensor:
+    part = Vocabulary(axis.own_part(vocabulary).start, axis.group)
+
+    def forward(inner: Forward, x_BTC: Tensor, targets: Targets | None = None) -> Tensor:
+        if targets is not None:
+            return inner(axis.enter(x_BTC), targets, part)
         logits = inner(axis.enter(x_BTC))
         shape = torch.Size((*logits.shape[:2], vocabulary))
         stride = (logits.shape[1] * vocabulary, vocabulary, 1)

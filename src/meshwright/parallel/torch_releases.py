@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "BUFFERS_STAY_LOCAL",
+    "RELEASE",
     "FileStore",
     "GradBucket",
     "PrefixStore",
@@ -38,7 +39,7 @@ __all__ = [
     "unchecked",
 ]
 
-_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 # 2.13 renamed it and warns of the old name.
@@ -59,7 +60,7 @@ def check_collectives() -> None:
 
     Before 2.13 such groups lack the collectives that DTensors use over gloo, and nothing is checked.
     """
-    if _RELEASE >= (2, 13):
+    if RELEASE >= (2, 13):
         set_debug_level(DebugLevel.DETAIL)
 
 

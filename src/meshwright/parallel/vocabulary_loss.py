@@ -1,8 +1,4 @@
-"""Cross-entropy of logits that are split over the vocabulary: they are never gathered.
-
-Each rank knows the exponentials of its own entries; the largest logit, the sum of exponentials and the logit of the
-target are agreed upon, three numbers per token.
-"""
+"""Cross-entropy of logits that are split over the vocabulary, for loops of one's own: they are never gathered."""
 
 from __future__ import annotations
 
@@ -13,33 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.models.cross_entropy import softmax_losses, subtract_targets_
 from meshwright.models.parts import box_of
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:
-        entries = logits_NV.shape[1]
-        largest_N = logits_NV.amax(dim=1) if entries else logits_NV.new_full(targets_N.shape, float("-inf"))
-        dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-        shifted_NV = logits_NV - largest_N[:, None]
-        place_N = targets_N - first
-        here_N = (place_N >= 0) & (place_N < entries)
-        place_N = place_N.clamp(0, max(0, entries - 1))
-        target_N = shifted_NV.gather(1, place_N[:, None])[:, 0] if entries else torch.zeros_like(largest_N)
-        exponentials_NV = shifted_NV.exp_()
-        both = torch.stack((exponentials_NV.sum(dim=1), torch.where(here_N, target_N, 0.0)))
-        dist.all_reduce(both, group=group)
-        sum_N, target_N = both
-        ctx.save_for_backward(exponentials_NV.div_(sum_N[:, None]), place_N, here_N)
-        return sum_N.log() - target_N
+        losses_N, *kept = softmax_losses(logits_NV, targets_N, first, group)
+        ctx.save_for_backward(*kept)
+        return losses_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities_NV, place_N, here_N = ctx.saved_tensors
-        if probabilities_NV.shape[1]:
-            probabilities_NV.scatter_add_(1, place_N[:, None], -here_N[:, None].to(probabilities_NV.dtype))
-        return probabilities_NV.mul_(gradients[0][:, None]), None, None, None
+        return subtract_targets_(*ctx.saved_tensors).mul_(gradients[0][:, None]), None, None, None
 
 
 def split_cross_entropy(logits: DTensor, targets: Tensor, ignored: int) -> Tensor:

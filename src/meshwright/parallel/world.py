@@ -2,6 +2,9 @@
 
 A single process is a world of one without a process group. Ranks of a launcher (torchrun, Slurm's wrapper, ...) are
 found from its environment variables; local ranks are started by `elastic.ranks`, which gives the store.
+
+Ranks with a GPU each talk over NCCL, which refuses two ranks on one GPU. Asked to share GPUs (run.device=cuda-shared)
+they talk over gloo, through host memory: for proofs and trials of several ranks where there is one card.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ from meshwright.parallel.torch_releases import Store, all_gather_into
 from meshwright.pulse import Pulse
 from meshwright.torch_private import forget_meshes
 
+SHARED = "cuda-shared"
+"""The setting of run.device with which ranks share GPUs."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -36,6 +42,8 @@ class World:
     backend: str = "none"
     pulse: Pulse = field(default_factory=Pulse)
     """Where this rank says what it is doing."""
+    local: int = 1
+    """Ranks of this machine."""
     fence: Fence | None = None
     """The launcher's hold on the run folder, while it lasts for this rank; None when no launcher holds it."""
 
@@ -48,6 +56,14 @@ class World:
     def group(self) -> dist.ProcessGroup | None:
         """The process group of all ranks; None in a world of one."""
         return dist.group.WORLD if self.size > 1 else None
+
+    @property
+    def sharing(self) -> str | None:
+        """That ranks share GPUs, in words; None where they do not."""
+        if self.device.type != "cuda" or self.backend != "gloo":
+            return None
+        gpus = visible_gpus()
+        return f"{self.local} ranks share {gpus} GPU{'s' * (gpus > 1)} over gloo: right results, not speed"
 
     def side_channel(self) -> Exchange:
         """A way for the ranks to tell each other things, on a group of its own; all ranks ask for one together.
@@ -112,21 +128,35 @@ def launched_ranks() -> tuple[int, int, int] | None:
     return ranks
 
 
+def local_ranks(size: int) -> int:
+    """Ranks of this machine, as launchers tell it; all of them where nobody does."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() and int(told) > 0 else size
+
+
 def pick_device(setting: str, local_rank: int) -> torch.device:
-    """The device of a local rank for run.device=auto|cpu|cuda."""
+    """The device of a local rank for run.device=auto|cpu|cuda|cuda-shared."""
     available = torch.cuda.is_available()
-    if setting == "cuda" and not available:
+    if setting in ("cuda", SHARED) and not available:
         raise ConfigError(
-            "run.device='cuda' and PyTorch sees no GPU; set run.device=cpu, or install a CUDA build of PyTorch"
+            f"run.device='{setting}' and PyTorch sees no GPU; set run.device=cpu, or install a CUDA build of PyTorch"
         )
     if setting == "cpu" or not available:
         return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
+    gpus = visible_gpus()
+    if setting == SHARED:
+        return torch.device("cuda", local_rank % gpus)
+    if local_rank >= gpus:
         raise ConfigError(
-            f"process {local_rank + 1} on this machine has no GPU of its own ({torch.cuda.device_count()} found); "
-            f"start with --nproc {torch.cuda.device_count()} or set run.device=cpu"
+            f"process {local_rank + 1} on this machine has no GPU of its own ({gpus} found); start with --nproc {gpus} "
+            f"or set run.device=cpu. run.device={SHARED} lets processes share a GPU: right results, not speed"
         )
     return torch.device("cuda", local_rank)
+
+
+def backend_for(setting: str, device: torch.device) -> str:
+    """What ranks on such devices talk over; one word of the setting decides for all of them, on all machines."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and setting != SHARED else "gloo"
 
 
 @contextmanager
@@ -147,13 +177,13 @@ def join_world(
     if size == 1:
         yield World(device=device, pulse=pulse, fence=fence)
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = backend_for(device_setting, device)
     timeout = timedelta(seconds=timeout_s)
     # Without a store, torch finds the one that the launcher's variables name.
     where: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": size}
     dist.init_process_group(backend, timeout=timeout, **where)
     try:
-        yield World(rank, size, device, "nccl" if device.type == "cuda" else "gloo", pulse, fence)
+        yield World(rank, size, device, "nccl" if "nccl" in backend else "gloo", pulse, local_ranks(size), fence)
     finally:
         dist.destroy_process_group()
         forget_meshes()

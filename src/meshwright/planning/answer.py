@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.errors import ConfigError, UserError
+from meshwright.estimate.kept import Kept
 from meshwright.models.hf_config import read_json, read_spec, spec_from_config
 from meshwright.models.presets import preset, presets
 from meshwright.models.spec import ModelSpec
@@ -19,6 +20,7 @@ from meshwright.planning.families import family_of
 from meshwright.planning.given import estimate_given
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.measured import Measured, operations_of
+from meshwright.planning.narrow import narrower
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
 from meshwright.planning.scenario import Layout
@@ -30,7 +32,7 @@ from meshwright.strategy import AUTO, Strategy
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried
 
-PRECISIONS = ("bf16", "fp16", "float32")
+PRECISIONS = ("bf16", "fp16", "float32", "fp8")
 """What the trainer computes in; where two are as fast, the first one is preferred."""
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
@@ -54,6 +56,8 @@ class Plan:
     """Of the whole training."""
     tried: tuple[Tried, ...] = ()
     """Candidates that were run here, in the order of their predicted times; the best is then the measured one."""
+    narrower: Candidate | None = None
+    """What would fit with narrower weights or moments, where nothing does without host memory."""
 
     @property
     def shown(self) -> Candidate:
@@ -100,6 +104,7 @@ class Plan:
             "sequence_length": question.sequence_length,
             "global_batch": question.global_batch,
             "precision": question.precision,
+            **asdict(question.kept),
             "constraints": [str(one) for one in question.constraints],
             "origin": origin(question),
             "best": candidate_json(self, self.best) if self.best is not None else None,
@@ -232,6 +237,8 @@ def plan(
     sequence_length: int | None = None,
     global_batch: int | None = None,
     precision: str = "bf16",
+    stored: str | None = None,
+    moments: str | None = None,
     objective: str = "throughput",
     constraints: str | Iterable[str] = (),
     strategy: str | None = None,
@@ -240,12 +247,14 @@ def plan(
     compare: bool = True,
     batches: Iterable[int] = (),
     all_chips: bool = False,
+    compile: bool = True,
 ) -> Plan:
     """Which strategy trains a model best on a cluster, whether it fits, how fast, and why.
 
     With `strategy` that one is estimated instead of searched for. `compare` adds the runners-up of other families and
-    fewer chips. `batches` are other global batches that the ranks must be able to share too. With `all_chips`, machines
-    of a slow kind are not left out.
+    fewer chips. `stored` and `moments` are how weights and AdamW's moments are kept (precision.stored,
+    precision.moments). `batches` are other global batches that the ranks must be able to share too. With `all_chips`,
+    machines of a slow kind are not left out. `compile` says whether layers are compiled on GPUs (train.compile).
     """
     name, spec = read_model(model)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -267,9 +276,11 @@ def plan(
         machines,
         length,
         batch,
+        kept=Kept.of(stored, moments),
         constraints=parse_constraints(texts),
         batches=tuple(batches),
         all_chips=all_chips,
+        compile=compile,
         learned=learned_of(machines),
     )
     asked = [replace(first, precision=one) for one in precisions_of(precision, machines)]
@@ -303,7 +314,8 @@ def _searched(asked: list[Question], name: str, objective: str, tokens: float | 
     others = [*ranked, *_members(runners), *(in_full(question, one) for one in found.ways.values() if one is not None)]
     distinct = {(str(one.strategy), one.micro_batch, str(one.scenario.cluster)): one for one in others}
     candidates = tuple(sorted(distinct.values(), key=lambda one: (not one.fits, one.score(by))))
-    return Plan(question, name, best, candidates, runners, fewer, found, tokens)
+    less = narrower(question, best)
+    return Plan(question, name, best, candidates, runners, fewer, found, tokens, narrower=less)
 
 
 def _answer(question: Question, objective: str, by: str) -> tuple[Question, Found, list[Candidate]]:
@@ -361,10 +373,13 @@ def _members(runners: Iterable[Runner]) -> list[Candidate]:
 
 
 def precisions_of(text: str, cluster: Cluster) -> list[str]:
-    """The precisions to look at: one, several with commas, or `auto` for all that every chip has."""
+    """The precisions to look at: one, several with commas, or `auto` for all that every chip has but fp8.
+
+    That one would always be the fastest, and it rounds so much more coarsely that it must be asked for.
+    """
     known = [one for one in PRECISIONS if one in cluster.chip.tflops]
     if text == "auto":
-        return known
+        return [one for one in known if one != "fp8"]
     for one in text.split(","):
         if one not in PRECISIONS:
             raise UserError(f"--precision={text}: the trainer computes in {', '.join(PRECISIONS)}; or write auto")

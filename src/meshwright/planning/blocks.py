@@ -43,6 +43,8 @@ class Product(NamedTuple):
     narrow: bool = True
     """Whether it is one of those that are computed in fp8 or fp4 where the rest is not."""
     times: float = 1
+    experts: bool = False
+    """Whether the matrices are those of stacked experts."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def layer_work(
     """The work of a layer; `length` is that of a sequence, all of which a token can attend to."""
     width, heads = spec.hidden_size, spec.num_attention_heads
     between = tokens / tp if sp else tokens
-    shape = _AttentionShape.of(spec, tp)
+    shape = AttentionShape.of(spec, tp)
     if sparse:
         rest = _mixture(spec, tokens, between, tp, sp, ep, expert_tp, imbalance)
     else:
@@ -164,7 +166,7 @@ def layer_work(
     )
 
 
-class _AttentionShape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Elements of a token in attention, on one rank."""
 
     q: float
@@ -176,7 +178,7 @@ class _AttentionShape(NamedTuple):
     """Of the narrow tensors through which latent attention goes."""
 
     @classmethod
-    def of(cls, spec: ModelSpec, tp: int) -> _AttentionShape:
+    def of(cls, spec: ModelSpec, tp: int) -> AttentionShape:
         heads, latent = spec.num_attention_heads, spec.latent_attention
         if latent is None:
             size = spec.head_dim
@@ -187,7 +189,7 @@ class _AttentionShape(NamedTuple):
         return cls(heads * query / tp, heads * (query + value) / tp, heads * value / tp, (query + value) / 2, low_rank)
 
 
-def _attention(spec: ModelSpec, shape: _AttentionShape, tokens: float, between: float, tp: int) -> _Part:
+def _attention(spec: ModelSpec, shape: AttentionShape, tokens: float, between: float, tp: int) -> _Part:
     """Attention with its products."""
     width, heads, latent = spec.hidden_size, spec.num_attention_heads, spec.latent_attention
     products: list[Product] = []
@@ -258,8 +260,8 @@ def _mixture(
     routed = _Part(
         products=(
             Product(between, width, experts.num_experts, narrow=False),
-            Product(rows / local, width, up * inner, times=local),
-            Product(rows / local, inner, width, times=local),
+            Product(rows / local, width, up * inner, times=local, experts=True),
+            Product(rows / local, inner, width, times=local, experts=True),
         ),
         # Rows are sorted, computed with, weighted and put back.
         moved=(up + 1) * rows * inner + 6 * rows * width,
@@ -349,10 +351,31 @@ def head_work(spec: ModelSpec, tokens: float, tp: int, sp: bool) -> Work:
     )
 
 
+class Flops(NamedTuple):
+    """Of a forward pass on one rank; embeddings are looked up, not multiplied."""
+
+    products: float
+    attention: float
+    """As fused kernels do it: the causal half."""
+    full_attention: float
+    """Every token with every other."""
+
+
+def forward_flops(spec: ModelSpec, tokens: float, length: float) -> Flops:
+    """FLOPs of a forward pass over so many tokens, in sequences of that length."""
+    works = [
+        layer_work(spec, spec.is_sparse(layer), tokens, length, 1, False, 1, 1, 1.0)
+        for layer in range(spec.num_hidden_layers)
+    ]
+    ends = head_work(spec, tokens, 1, False)
+    return Flops(
+        sum(2 * one.rows * one.inner * one.outer * one.times for work in (*works, ends) for one in work.products),
+        sum(work.attention_flops for work in works),
+        sum(4 * work.scores * work.head_dim for work in works),
+    )
+
+
 def training_flops(spec: ModelSpec, tokens: float, length: float) -> float:
     """Model FLOPs of a step: forward and backward, causal attention at half, nothing computed again; embeddings not."""
-    total = 0.0
-    for layer in range(spec.num_hidden_layers):
-        work = layer_work(spec, spec.is_sparse(layer), tokens, length, 1, False, 1, 1, 1.0)
-        total += sum(2 * one.rows * one.inner * one.outer * one.times for one in work.products) + work.attention_flops
-    return 3 * (total + 2 * tokens * spec.hidden_size * spec.vocab_size)
+    flops = forward_flops(spec, tokens, length)
+    return 3 * (flops.products + flops.attention)

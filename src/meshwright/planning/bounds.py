@@ -75,7 +75,7 @@ def bound_with_offload(question: Question, degrees: Degrees, offload: str, zero:
     seconds = held * OFFLOAD_S
     if offload == "parameters" and zero == 3 and degrees.ep == 1:
         micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
-        seconds += micro_steps * 2 * from_host(held, question.known.software[question.software])
+        seconds += micro_steps * 2 * from_host(held, question.trainer)
     return (degrees.bound / (1 + FEATURE * axes) + seconds) * (1 + FEATURE * (axes + 2))
 
 

@@ -99,6 +99,8 @@ def not_searched(constraints: Iterable[Constraint]) -> str | None:
             reason = "of interleaved those with 2, 4 and 8 stages a rank are"
         if one.key == "recompute" and kind == "first" and count:
             reason = "recompute=first stands for the least N that fits"
+        if one.key == "recompute" and kind == "budget":
+            reason = "none, selective, first and full are"
         if one.key == "cp_method" and count:
             reason = "ring and ulysses are"
         if one.key == "cp" and isinstance(one.value, int) and one.value & (one.value - 1):

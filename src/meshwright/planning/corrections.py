@@ -175,6 +175,8 @@ def subject_of(scenario: Scenario | Question) -> str:
         scenario.global_batch,
         scenario.sequence_length,
         scenario.precision,
+        *([str(scenario.kept)] if str(scenario.kept) else []),
+        *([] if scenario.compile else ["not compiled"]),
     ]
     return _digest(json.dumps(facts, sort_keys=True))
 

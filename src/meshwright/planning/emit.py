@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import tomli_w
@@ -39,6 +40,7 @@ def run_table(plan: Plan, data: str | None = None) -> dict[str, Any]:
             "precision": question.precision,
         },
         "parallel": {"strategy": str(best.strategy)},
+        **({"precision": asdict(question.kept)} if str(question.kept) else {}),
     }
 
 

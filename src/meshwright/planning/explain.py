@@ -9,6 +9,7 @@ from meshwright.models.count import count_parameters
 from meshwright.planning.answer import Plan
 from meshwright.planning.group_words import stage_chips, ways
 from meshwright.planning.memory import FITS, Terms
+from meshwright.planning.narrow import in_words
 from meshwright.planning.question import Candidate, Question
 from meshwright.planning.state_memory import GIB
 
@@ -114,7 +115,7 @@ def explain(plan: Plan) -> list[str]:
             line += f"; cheapest change that makes it fit: {runner.change}"
         lines.append(line)
     lines.extend(_fewer(best, other) for other in plan.fewer)
-    return lines
+    return lines + _narrower(plan)
 
 
 def time_goes_into(candidate: Candidate) -> str:
@@ -150,4 +151,8 @@ def _nothing_fits(plan: Plan) -> list[str]:
     if memory.host > memory.host_capacity:
         lines.append(f"host memory: {memory.host / GIB:.0f} of {memory.host_capacity / GIB:.0f} GiB a chip")
     changes = [runner.change for runner in plan.runners if runner.change is not None]
-    return [*lines, *(f"cheapest change that makes it fit: {change}" for change in changes)]
+    return [*lines, *(f"cheapest change that makes it fit: {change}" for change in changes), *_narrower(plan)]
+
+
+def _narrower(plan: Plan) -> list[str]:
+    return [in_words(plan.narrower, plan.best)] if plan.narrower is not None else []

@@ -144,7 +144,7 @@ class _Uneven:
         for index, group in enumerate(cluster.groups):
             pace = min(self._pace(index, degrees, share) for share in sizes)
             speed += group.gpus / (degrees.tp * degrees.cp) / pace
-        software = question.known.software[question.software]
+        software = question.trainer
         nodes = max(1.0, cluster.gpus / max(1, cluster.node))
         steady = question.global_batch / speed
         floor = steady * (1 + (software.jitter * log2(nodes) if nodes > 1 else 0.0))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.planning import blocks
 from meshwright.planning.blocks import Work
+from meshwright.planning.compiled import compiled_layer
 from meshwright.planning.links import group_of
 from meshwright.planning.operations import Operations
 from meshwright.planning.scenario import Scenario
@@ -91,9 +92,19 @@ class LayerTimes:
             result.tp += result.tp_forward
             result.ep += result.ep_forward
             result.cp += result.cp_forward
+        elif scenario.compiled:
+            result.again = self._again_by_compiler(work, sparse, moved, attention_forward)
         elif scenario.selective:
             result.again = moved
         return result
+
+    def _again_by_compiler(self, work: Work, sparse: bool, moved: float, attention: float) -> float:
+        """Seconds of what a compiled layer computes again within its backward pass."""
+        if not self.scenario.selective:
+            return 0.0
+        kept = compiled_layer(self.scenario, work, sparse)
+        products = sum(self.operations.product(one)[0] for one in kept.again)
+        return products + attention * kept.attends_again + moved * self.operations.software.compiled_again
 
     def _copies(self) -> float:
         experts = self.scenario.spec.experts
@@ -131,8 +142,7 @@ class LayerTimes:
         work = blocks.head_work(scenario.spec, scenario.tokens, layout.tp, layout.sp)
         forward, backward, weights = operations.product(work.products[0])
         logits = scenario.tokens * scenario.spec.vocab_size / layout.tp
-        # Logits are read and written in float32 by the loss, forward and backward.
-        loss = logits * 4 * 4 / operations.memory
+        loss = operations.loss(logits, layout.tp > 1)
         moved = operations.move(work.moved)
         beside = operations.micro_step()
         return forward + loss / 2 + moved + beside / 3, backward + loss / 2 + 2 * moved + beside * 2 / 3, weights

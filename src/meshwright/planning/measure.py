@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.models.decoder import Decoder
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.torch_releases import all_gather_into, reduce_scatter_into
+from meshwright.parallel.transfers import exchange
 from meshwright.parallel.world import World
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,8 +137,10 @@ class Bench:
 def computing(world: World, sizes: Sizes) -> dict[str, Any]:
     """Matrix products, attention, memory, layers, the optimizer."""
     bench = Bench(world, sizes)
-    found: dict[str, Any] = {"memory": _memory(bench)}
-    found["products"] = {dtype: [_product(bench, shape, dtype) for shape in sizes.products] for dtype in sizes.dtypes}
+    found: dict[str, Any] = {"memory": copy_speed(bench)}
+    found["products"] = {
+        dtype: [product_speed(bench, shape, dtype) for shape in sizes.products] for dtype in sizes.dtypes
+    }
     found["attention"], found["attention_backward"] = {}, {}
     for dtype in sizes.dtypes:
         rows = [_attention(bench, shape, dtype) for shape in sizes.attention]
@@ -151,13 +154,15 @@ def computing(world: World, sizes: Sizes) -> dict[str, Any]:
     return found
 
 
-def _memory(bench: Bench) -> float:
+def copy_speed(bench: Bench) -> float:
+    """Bytes that a copy within the device's memory reads and writes in a second."""
     wide = bench.tensor(bench.sizes.copied // 4)
     target = torch.empty_like(wide)
     return 2 * wide.nbytes / bench.seconds(lambda: target.copy_(wide))
 
 
-def _product(bench: Bench, shape: tuple[int, int, int], dtype: str) -> tuple[float, ...]:
+def product_speed(bench: Bench, shape: tuple[int, int, int], dtype: str) -> tuple[float, ...]:
+    """The shape of a matrix product and the FLOP/s that it reaches."""
     rows, inner, outer = shape
     left = bench.tensor(rows, inner, dtype=DTYPES[dtype])
     weight = bench.tensor(outer, inner, dtype=DTYPES[dtype])
@@ -191,7 +196,7 @@ def _layers(bench: Bench, spec: ModelSpec, tokens: int, dtype: str) -> tuple[flo
     # Of the ends only the last norm is left: tokens are not looked up, and there is no head.
 
     def forward() -> Tensor:
-        return body(torch.empty(0), positions, hidden_BTC=hidden, layers=layers)
+        return body(torch.empty(1, tokens), positions, hidden_BTC=hidden, layers=layers)
 
     def both() -> None:
         # As in training, gradients are there already and are added to.
@@ -257,19 +262,9 @@ def _collective(bench: Bench, kind: str, elements: int, group: Any, size: int) -
             given = torch.zeros_like(whole)
             return lambda: dist.all_to_all_single(given, whole, group=group)
         case _:
-            ranks = dist.get_process_group_ranks(group)
-            own = ranks.index(bench.world.rank)
+            own = dist.get_rank(group)
             given = torch.zeros_like(whole)
-
-            def send() -> None:
-                operations = [
-                    dist.P2POp(dist.isend, whole, ranks[(own + 1) % size], group),
-                    dist.P2POp(dist.irecv, given, ranks[(own - 1) % size], group),
-                ]
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-
-            return send
+            return lambda: exchange(whole, (own + 1) % size, given, (own - 1) % size, group).wait()
 
 
 def _beside(bench: Bench, call: Callable[[], object], work: Callable[[], object], alone: float, bytes_: float) -> float:

@@ -37,6 +37,7 @@ class Measured(Operations):
         self.speeds = speeds
         self.memory = speeds.memory
         self.mixed = scenario.element == 2
+        self._compiled = scenario.compiled
         self.software = replace(
             self.software,
             passes=speeds.passes[scenario.wide],
@@ -61,7 +62,7 @@ class Measured(Operations):
         return 1.0 if self.on_cpu else self.shape_share(rows, inner, outer, times)
 
     def product(self, one: Product) -> tuple[float, float, float]:
-        if one.narrow and self._narrow:
+        if self._narrow and self.is_narrow(one):
             return super().product(one)
         shapes = (one.rows, one.inner, one.outer), (one.rows, one.outer, one.inner), (one.inner, one.rows, one.outer)
         grouped = 1.0
@@ -87,7 +88,8 @@ class Measured(Operations):
     def casts(self, parameters: float) -> tuple[float, float]:
         if not self.mixed:
             return 0.0, 0.0
-        return parameters * CAST[0] / self.memory, parameters * CAST[1] / self.memory
+        # Compiled layers keep the copy, and gradients come out of their products as wide as they are stored.
+        return parameters * CAST[0] / self.memory, 0.0 if self._compiled else parameters * CAST[1] / self.memory
 
     def micro_step(self) -> float:
         return self.speeds.micro_s if self.on_cpu else 0.0

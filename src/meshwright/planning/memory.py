@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from meshwright.planning import blocks
 from meshwright.planning.blocks import Work
+from meshwright.planning.compiled import compiled_layer
+from meshwright.planning.head_memory import AtLoss, at_loss
 from meshwright.planning.held_layers import RankLayers
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.state_memory import (
@@ -138,15 +140,30 @@ class Memory:
         return replace(self, stages=(self.stages[rank],), capacity=self.room(rank), capacities=()).verdict
 
 
-def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, float, float]:
-    """Bytes that one layer keeps of one micro-batch: attention and norms, feed-forward, input of a recomputed one."""
+class LayerKept(NamedTuple):
+    """Bytes that one layer keeps of one micro-batch."""
+
+    attention: float
+    """With the norms."""
+    feed_forward: float
+    input: float = 0.0
+    """All that a recomputed layer keeps."""
+    casts: float = 0.0
+    """Weights in the dtype of computing, which our own trainer makes of wider ones."""
+
+
+def kept_by_layer(scenario: Scenario, work: Work, sparse: bool, again: bool) -> LayerKept:
+    """What a layer keeps, computed again as a whole or not."""
     element = scenario.element
     if again:
-        return 0.0, 0.0, work.input * element
+        return LayerKept(0.0, 0.0, work.input * element)
+    if scenario.compiled:
+        found = compiled_layer(scenario, work, sparse)
+        return LayerKept(found.attention, found.feed_forward, 0.0, found.casts)
     if scenario.selective and scenario.flash_attention:
         inner = work.saved_inner * 2
         share = scenario.software.selective_saved
-        return (work.saved_selective - inner) * share * element + work.saved_bytes, inner * share * element, 0.0
+        return LayerKept((work.saved_selective - inner) * share * element + work.saved_bytes, inner * share * element)
     gathered = work.gathered if scenario.software.gathered_saved else 0.0
     scores = 0.0 if scenario.flash_attention or scenario.selective else 5.0 * work.scores
     # Dense feed-forwards that are not gated keep two inner tensors, which `saved` holds already.
@@ -154,8 +171,24 @@ def kept_by_layer(scenario: Scenario, work: Work, again: bool) -> tuple[float, f
     if scenario.software.narrow_saved and scenario.dtype != scenario.wide:
         # Inputs of products are kept as they were cast: half as wide, or a quarter with their scales.
         less = work.cast * (0.5 if scenario.dtype == "fp8" else 0.7)
-        return (work.saved - less) * element + work.saved_bytes + scores, inner * element, 0.0
-    return (work.saved + gathered) * element + work.saved_bytes + scores, inner * element, 0.0
+        return LayerKept((work.saved - less) * element + work.saved_bytes + scores, inner * element)
+    attention = (work.saved + gathered) * element + work.saved_bytes + scores
+    return LayerKept(attention, inner * element, 0.0, _casts_of_experts(scenario, sparse))
+
+
+def _casts_of_experts(scenario: Scenario, sparse: bool) -> float:
+    """Linears round their weights whenever they need them; products of groups keep what they were given."""
+    if not (sparse and scenario.rounds_weights):
+        return 0.0
+    layout = scenario.layout
+    held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+    return held.experts * scenario.element
+
+
+def _casting_bytes(scenario: Scenario) -> float:
+    """Of an element of the widest product that is on its way into 8 bits; compiled code has it in registers."""
+    ours = scenario.software.name == "meshwright" and scenario.dtype == "fp8"
+    return 4.0 if ours and not scenario.compiled else 0.0
 
 
 def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> Memory:
@@ -206,25 +239,25 @@ def _outside(scenario: Scenario) -> tuple[float, float]:
     return groups * software.group_gib * GIB, software.context_gib * GIB
 
 
-class _LayerInfo(dict[tuple[bool, bool], tuple[float, float, float, float, blocks.Held]]):
+class _LayerInfo(dict[tuple[bool, bool], tuple[LayerKept, float, blocks.Held]]):
     """For each kind of layer (a mixture or not, computed again or not): what it keeps, needs beside, and holds."""
 
     def __init__(self, scenario: Scenario) -> None:
         super().__init__()
         self.scenario = scenario
 
-    def __missing__(self, key: tuple[bool, bool]) -> tuple[float, float, float, float, blocks.Held]:
+    def __missing__(self, key: tuple[bool, bool]) -> tuple[LayerKept, float, blocks.Held]:
         sparse, again = key
         scenario, layout = self.scenario, self.scenario.layout
-        work = _work(scenario, sparse)
-        kept = kept_by_layer(scenario, work, again)
+        work = layer_work(scenario, sparse)
+        kept = kept_by_layer(scenario, work, sparse, again)
         # The gradient of the widest product's output, beside what is kept.
-        beside = work.widest * scenario.element
+        beside = work.widest * (scenario.element + _casting_bytes(scenario))
         if again:
-            whole = kept_by_layer(scenario, work, False)
-            beside += whole[0] + whole[1]
+            whole = kept_by_layer(scenario, work, sparse, False)
+            beside += whole.attention + whole.feed_forward + whole.casts
         held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
-        self[key] = (*kept, beside, held)
+        self[key] = kept, beside, held
         return self[key]
 
 
@@ -246,48 +279,58 @@ class _Full(NamedTuple):
 
 def _fullest(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool) -> _Full:
     spec, layout, software = scenario.spec, scenario.layout, scenario.software
-    attention = feed_forward = inputs = working = left = layers_kept = waiting = 0.0
-    plain = experts = largest = 0.0
+    attention = feed_forward = inputs = working = left = casts = waiting = 0.0
+    plain = experts = largest = repeating = keeping = 0.0
     for flight, (sparse, recomputed, count) in rank.kinds:
-        kept_attention, kept_inner, kept_input, beside, held = info[sparse, recomputed]
+        kept, beside, held = info[sparse, recomputed]
         times = flight * count
-        attention += times * kept_attention
-        feed_forward += times * kept_inner
-        inputs += times * kept_input
+        attention += times * kept.attention
+        feed_forward += times * kept.feed_forward
+        inputs += times * kept.input
+        casts += times * kept.casts
         plain, experts = plain + count * held.plain, experts + count * held.experts
         largest, working = max(largest, held.all), max(working, beside)
-        left = max(left, beside + kept_attention + kept_inner + kept_input)
+        if recomputed:
+            repeating = max(repeating, beside)
+        else:
+            keeping = max(keeping, beside)
+        left = max(left, beside + sum(kept))
         if rank.waiting:
-            waiting += rank.waiting * count * _work(scenario, sparse).results * scenario.element
-        if not recomputed and not scenario.selective:
-            # What is computed again casts its weights again.
-            layers_kept += count * held.all
+            waiting += rank.waiting * count * layer_work(scenario, sparse).results * scenario.element
     has_first, has_last = rank.has_first, rank.has_last
     first, last = blocks.ends_parameters(spec, layout.tp)
     ends = (first if has_first else 0.0) + (last if has_last and not (spec.tie_word_embeddings and has_first) else 0.0)
-    # A lookup in a cast table keeps no table for its backward pass; the head's product does.
-    elements = Held(plain + ends, experts, ends, largest, layers_kept + (last if has_last else 0.0))
+    elements = Held(plain + ends, experts, ends, largest, casts / scenario.element)
     row = scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * scenario.element
-    logits = 0.0
+    head = at_loss(scenario) if has_last else AtLoss(0.0)
     if has_last:
-        logits = scenario.tokens * spec.vocab_size / layout.tp * software.logit_bytes / scenario.loss_chunks
         inputs += 2 * row
     if layout.tp > 1:
         working += scenario.tokens * spec.hidden_size * scenario.element
     activations = attention, feed_forward, inputs
     if not software.late_gradients:
         # Logits and the layer at work have their peaks at different times.
-        beside_it = (0.0, logits) if logits > working else (working, 0.0)
+        beside_it = (0.0, head.logits) if head.logits > working else (working, 0.0)
         buffers = waiting + _buffers(scenario, rank, row, 0.0 if floor else largest)
         return _Full(state_terms(scenario, elements, ANY, floor), activations, beside_it, buffers)
     buffers = waiting + _buffers(scenario, rank, row, 0.0)
-    full = _Full(state_terms(scenario, elements, LOSS, floor), activations, (0.0, logits), buffers)
+    if keeping and repeating and layout.pp == 1:
+        # The first layers are computed again when those behind them, which keep more, have nothing left to keep.
+        working = max(keeping, repeating - attention - feed_forward)
+    loss = head.logits + head.found
+    full = _Full(state_terms(scenario, elements, LOSS, floor), activations, (0.0, loss), buffers)
     # A layer's gradients are whole when its activations are gone.
     working = max(working, 0.0 if floor else unit_bytes(scenario, largest) - left)
-    if working > logits or layout.zero == 3:
+    if not (accumulates(scenario) or floor):
+        working += head.gradient
+    if working > loss or layout.zero == 3:
         full = _larger(full, _Full(state_terms(scenario, elements, LAYER, floor), activations, (working, 0.0), buffers))
     if not accumulates(scenario):
-        # Of the first layer only its own is left.
+        # Of the first layer only its own is left, and what the embedding's gradient takes is not there yet; then that
+        # comes, in the dtype of computing first.
+        last_comes = first if has_first and layout.state_ranks == 1 and not spec.tie_word_embeddings else 0.0
+        cast = scenario.element if scenario.element < scenario.held_bytes[0] else 0
+        left = max(left - last_comes * scenario.held_bytes[1], last_comes * cast)
         ending = _Full(state_terms(scenario, elements, END, floor), (0.0, 0.0, 0.0), (left, 0.0), buffers)
         full = _larger(full, ending)
     return full
@@ -304,13 +347,14 @@ def _buffers(scenario: Scenario, rank: RankLayers, row: float, unit: float) -> f
     if layout.pp > 1:
         buffers += rank.held * (software.stage_buffers - 1) * row + 4 * row
     if layout.cp > 1:
-        buffers += 4 * _work(scenario, False).kv_elements * scenario.element
+        buffers += 4 * layer_work(scenario, False).kv_elements * scenario.element
     if layout.zero >= 2 and layout.state_ranks > 1:
         buffers += unit * (software.gather_bytes + software.reduce_bytes)
     return buffers
 
 
-def _work(scenario: Scenario, sparse: bool) -> Work:
+def layer_work(scenario: Scenario, sparse: bool) -> Work:
+    """What a layer computes and keeps of one micro-batch."""
     layout = scenario.layout
     return blocks.layer_work(
         scenario.spec, sparse, scenario.tokens, scenario.sequence_length,

@@ -15,6 +15,10 @@ BACKWARD_ATTENTION = 2.5
 """Products of fused attention's backward pass over those of its forward pass: five for two."""
 ADAM_BYTES = 30
 """Read and written for each parameter that an optimizer step updates: two moments, gradient, wide and narrow copy."""
+OWN_ADAM_BYTES = 32
+"""The same of our own kernel: two moments, gradient and weight, and the gradient once more for the norm."""
+LOGIT_BYTES, OWN_LOGIT_BYTES = 16, 6
+"""Read and written for each logit by the loss, forward and backward: in float32; overwritten where it is."""
 CPU_LAYER_S = 0.001
 """Least time for a layer's forward pass on a CPU where nothing was measured."""
 
@@ -33,7 +37,10 @@ class Operations:
                 software, compute=1.0, overlap=0.0, contention=0.0, tp_exposed=1.0, ep_exposed=1.0, passes=1.0,
                 host_s=layer_s, host_experts_s=2 * layer_s, step_s=2 * layer_s, jitter=0.0,
             )  # fmt: skip
+        elif scenario.compiled:
+            software = replace(software, passes=software.compiled_passes, host_s=software.compiled_host_s)
         self.software = software
+        self.bandwidth = chip.memory_bandwidth * 1e9
         self.common = constants.common
         wide = chip.peak(scenario.wide) * speed.gemm * software.compute
         self.wide = wide
@@ -44,16 +51,20 @@ class Operations:
             self.narrow = chip.peak(scenario.dtype) * share * software.compute
         kernel = speed.portable_attention if software.portable_attention else speed.attention
         self.attention = chip.peak(scenario.wide) * kernel * software.attention
-        self.memory = chip.memory_bandwidth * 1e9 * speed.memory
+        self.memory = self.bandwidth * speed.memory
         self.units = chip.units
         self.host = speed.host
         self.links: Links = Links(scenario.cluster, constants.common)
         self.element = scenario.element
         self.flash_attention = scenario.flash_attention
 
+    def is_narrow(self, one: Product) -> bool:
+        """Whether a product is computed in the narrow dtype, where there is one."""
+        return one.narrow and (self.software.narrow_experts or not one.experts)
+
     def product(self, one: Product) -> tuple[float, float, float]:
         """Seconds of the forward product and of those to its input and to its weights."""
-        peak = self.narrow if one.narrow else self.wide
+        peak = self.narrow if self.is_narrow(one) else self.wide
         if one.times > 1:
             peak *= self.common.grouped * one.rows / (one.rows + self.common.rows)
         flops = 2 * one.rows * one.inner * one.outer * one.times
@@ -104,7 +115,14 @@ class Operations:
 
     def update(self, parameters: float) -> float:
         """Seconds in which the optimizer updates so many parameters."""
+        if self.software.update and not self.on_cpu:
+            return parameters * OWN_ADAM_BYTES / (self.bandwidth * self.software.update)
         return parameters * ADAM_BYTES / self.memory
+
+    def loss(self, logits: float, split: bool) -> float:
+        """Seconds in which the loss reads and writes so many logits; ranks that split them agree in between."""
+        own = self.software.name == "meshwright" and not (self.on_cpu or split or self.element == 4)
+        return logits * (OWN_LOGIT_BYTES if own else LOGIT_BYTES) / self.memory
 
     def hide(self, communication: float, compute: float, edge: float) -> float:
         """What is seen of communication that runs beside computation; a share of it has nothing to run beside."""

@@ -27,7 +27,8 @@ def page(plan: Plan, said: Sequence[str] = ()) -> str:
     title = f"{plan.model} on {question.cluster}"
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f"<p>Sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision}; "
+        f"<p>Sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision}"
+        f"{f', {question.kept}' if str(question.kept) else ''}; "
         f"{escape(origin(question))}.</p>",
         _table(plan),
         _tried(plan),

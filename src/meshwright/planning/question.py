@@ -7,6 +7,7 @@ from functools import cached_property
 from math import gcd, log, sqrt
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
 from meshwright.models.count import count_parameters
@@ -17,7 +18,7 @@ from meshwright.planning.corrections import Learned, corrected
 from meshwright.planning.group_times import memory_on, timer_on
 from meshwright.planning.memory import Memory
 from meshwright.planning.scenario import Layout, Scenario
-from meshwright.planning.software import Constants, constants
+from meshwright.planning.software import Constants, Software, constants, keeping
 from meshwright.planning.timing import Parts
 from meshwright.strategy import Strategy
 
@@ -37,6 +38,10 @@ class Question:
     global_batch: int
     precision: str = "bf16"
     constraints: tuple[Constraint, ...] = ()
+    kept: Kept = FLOAT32
+    """How weights, gradients and moments are kept."""
+    compile: bool = True
+    """Whether layers are compiled on GPUs."""
     software: str = "meshwright"
     batches: tuple[int, ...] = ()
     """Other global batches that the ranks must be able to share."""
@@ -47,6 +52,11 @@ class Question:
     learned: Learned = field(default_factory=Learned, compare=False, repr=False)
     """What runs on such machines have shown."""
     known: Constants = field(default_factory=constants, compare=False, repr=False)
+
+    @cached_property
+    def trainer(self) -> Software:
+        """The software, with what it keeps of each parameter."""
+        return keeping(self.known.software[self.software], self.kept)
 
     @cached_property
     def shared(self) -> int:
@@ -72,12 +82,14 @@ class Question:
             spec=self.spec,
             layout=strategy if isinstance(strategy, Layout) else Layout.of(strategy),
             cluster=self.cluster,
-            software=self.known.software[self.software],
+            software=self.trainer,
             sequence_length=self.sequence_length,
             micro_batch=micro_batch,
             global_batch=self.global_batch,
             precision=self.precision,
             imbalance=routing_imbalance(self.spec, strategy.ep),
+            kept=self.kept,
+            compile=self.compile,
         )
 
 
@@ -196,6 +208,6 @@ def with_exact_states(candidate: Candidate) -> Candidate:
         return candidate
     stages = []
     for rank, terms in enumerate(candidate.memory.stages):
-        exact = state_bytes(scenario.spec, strategy, Place(pp=rank))
+        exact = state_bytes(scenario.spec, strategy, Place(pp=rank), kept=scenario.kept)
         stages.append(replace(terms, parameters=float(exact.parameters), optimizer=float(exact.optimizer)))
     return replace(candidate, memory=replace(candidate.memory, stages=tuple(stages)))

@@ -6,13 +6,14 @@ the process group is a fake (`verify/rehearsal.py`). Needs torch.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.traffic import Work, step_traffic
 from meshwright.estimate.units import Place
+from meshwright.planning.memory import memory_of
 from meshwright.planning.question import Candidate
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import Strategy
@@ -46,7 +47,7 @@ class Rehearsal:
     counted_peak: int
     """Bytes of all tensors that were alive at once in the step."""
     planned_peak: float
-    """What the plan says that torch has allocated at the peak."""
+    """What the plan says that torch has allocated at the peak, if no layer is compiled."""
     micro_steps: int
     """Those that were run of a step's; collectives are those of the whole step."""
     collectives: tuple[Collectives, ...]
@@ -71,7 +72,7 @@ class Rehearsal:
             f"  optimizer   counted {_gib(self.counted_optimizer)}, closed form {_gib(self.exact_optimizer)}, "
             f"planned {_gib(self.planned_optimizer)}",
             f"  peak        counted {_gib(self.counted_peak)} of tensors alive at once, "
-            f"planned {_gib(self.planned_peak)} allocated",
+            f"planned {_gib(self.planned_peak)} allocated without compilation",
             f"  collectives of a step: {_gib(self.counted_traffic)} counted{closed}",
         ]
         lines += [
@@ -91,6 +92,11 @@ def rehearse(candidate: Candidate, rank: int) -> Rehearsal:
     spec, micro_steps = scenario.spec, max(1, round(scenario.micro_steps))
     if not 0 <= rank < strategy.world:
         raise UserError(f"--rehearse={rank} is no rank of this world; use 0 to {strategy.world - 1}")
+    if strategy.recompute.startswith("budget"):
+        raise UserError(
+            f"--rehearse runs layers as they are written, and recompute={strategy.recompute} is the compiler's choice "
+            "of what they keep; rehearse recompute=selective, which comes near"
+        )
     spec.check_buildable()
     from meshwright.torch_support import require_torch
 
@@ -98,7 +104,8 @@ def rehearse(candidate: Candidate, rank: int) -> Rehearsal:
     from meshwright.config import RunConfig
     from meshwright.verify.rehearsal import rehearse_step
 
-    config = RunConfig.model_validate({"train": {"precision": scenario.precision}})
+    kept = {"stored": scenario.kept.stored, "moments": scenario.kept.moments}
+    config = RunConfig.model_validate({"train": {"precision": scenario.precision}, "precision": kept})
     found = rehearse_step(
         spec,
         strategy,
@@ -109,8 +116,10 @@ def rehearse(candidate: Candidate, rank: int) -> Rehearsal:
         micro_steps=micro_steps,
     )
     place = Place.of(strategy, rank)
-    exact = state_bytes(spec, strategy, place)
-    terms = candidate.memory.stages[place.pp]
+    exact = state_bytes(spec, strategy, place, kept=scenario.kept)
+    # Compiled layers keep something else than what is counted here.
+    terms = memory_of(replace(scenario, compile=False)).stages[place.pp]
+    states = candidate.memory.stages[place.pp]
     work = Work(micro_steps, candidate.micro_batch, scenario.sequence_length, computed=scenario.element)
     return Rehearsal(
         rank=rank,
@@ -119,8 +128,8 @@ def rehearse(candidate: Candidate, rank: int) -> Rehearsal:
         counted_optimizer=found.optimizer,
         exact_parameters=exact.parameters,
         exact_optimizer=exact.optimizer,
-        planned_parameters=terms.parameters,
-        planned_optimizer=terms.optimizer,
+        planned_parameters=states.parameters,
+        planned_optimizer=states.optimizer,
         counted_peak=found.peak,
         planned_peak=terms.allocated,
         micro_steps=found.micro_steps,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.held_layers import RankLayers, Stage, ranks_of, stages_of
 from meshwright.planning.software import Software
@@ -134,6 +135,19 @@ class Scenario:
     """Parts in which the loss is computed, so that logits are there one part at a time."""
     imbalance: float = 1.0
     """How much more the busiest expert-parallel rank gets than the mean, in time and memory."""
+    kept: Kept = FLOAT32
+    """How our own trainer keeps weights and moments; `software` knows it too."""
+    compile: bool = True
+    """Whether our own trainer compiles layers where it can."""
+
+    @property
+    def held_bytes(self) -> tuple[float, float, float]:
+        """Of a parameter, of its gradient, and of what the optimizer keeps for it."""
+        software = self.software
+        if self.precision == "float32" and software.name != "meshwright":
+            # No second copy in another dtype.
+            return 4.0, 4.0, 8.0
+        return software.parameter_bytes, software.gradient_bytes, software.optimizer_bytes
 
     @property
     def micro_steps(self) -> float:
@@ -194,4 +208,29 @@ class Scenario:
     @property
     def selective(self) -> bool:
         """Whether cheap operations are computed again in every layer."""
-        return self.layout.recompute == "selective"
+        # A budget is the compiler's; what comes nearest without one is this.
+        return self.layout.recompute.startswith(("selective", "budget"))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled, as our own trainer does on GPUs."""
+        split = self.layout.schedule.startswith(("zero-bubble", "zbv"))
+        return self.compile and self.software.name == "meshwright" and self.cluster.chip.key != "cpu" and not split
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether our trainer sums gradients by `replicate`, as of split models, which computes with copies."""
+        layout = self.layout
+        split = layout.dp * layout.cp > 1 and layout.tp * layout.pp * layout.ep > 1
+        return split and layout.zero < 2 and self.software.name == "meshwright"
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether layers of our own trainer read weights that are stored wider than they compute."""
+        gathers = self.is_replicated or (self.layout.zero >= 2 and self.layout.state_ranks > 1)
+        return self.software.name == "meshwright" and self.element < self.held_bytes[0] and not gathers
+
+    @property
+    def merges_products(self) -> bool:
+        """Whether queries, keys and values come from one product with their weights put together."""
+        return self.compiled and self.rounds_weights

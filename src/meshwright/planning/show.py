@@ -27,8 +27,8 @@ def show(plan: Plan, console: Console) -> None:
     question = plan.question
     console.print(
         f"[bold]{escape(plan.model)}[/] on [bold]{escape(str(question.cluster))}[/], "
-        f"sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision} "
-        f"({escape(origin(question))})\n"
+        f"sequences of {question.sequence_length}, global batch {question.global_batch}, {question.precision}"
+        f"{f', {question.kept}' if str(question.kept) else ''} ({escape(origin(question))})\n"
     )
     console.print(table_of(plan))
     if plan.tried:

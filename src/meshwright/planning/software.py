@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, TypeVar
+
+from meshwright.estimate.kept import FLOAT32, Kept
 
 T = TypeVar("T")
 
@@ -33,8 +35,6 @@ class Software:
     """Of a parameter on its way."""
     sums_whole: bool
     """Whether zero=1 sums whole gradients on every rank, rather than the part that the rank updates."""
-    cast_copy: bool
-    """Whether a stored wide parameter has a narrow copy that lives from its forward to its backward pass."""
     late_gradients: bool
     """Whether gradients have memory only from their backward pass to the optimizer's step."""
     gathered_saved: bool
@@ -44,9 +44,11 @@ class Software:
     selective_saved: float
     """Share of the products' outputs that selective recompute keeps."""
     logit_bytes: float
-    """Of each logit at the peak of the loss."""
+    """Of each logit at the peak of the loss; our own is a closed form, `head_memory`."""
     narrow_saved: bool
     """Whether inputs of products in narrow dtypes are kept in those."""
+    narrow_experts: bool
+    """Whether products of stacked experts are computed in narrow dtypes, too."""
     stage_buffers: float
     """Inputs and outputs of its stage that a pipeline rank holds for each micro-batch in flight."""
     bucket_gib: float
@@ -86,6 +88,29 @@ class Software:
     """How much of a transfer between stages is waited for."""
     jitter: float
     """Growth of a step with every doubling of the machines: the slowest rank sets the pace."""
+    # Of our own trainer.
+    compiled_passes: float = 1.0
+    """As `passes`, of compiled layers."""
+    compiled_again: float = 1.0
+    """What compiled layers take for computing norms and activations again, over their first time."""
+    compiled_host_s: float = 0.0
+    """As `host_s`, of compiled layers."""
+    update: float = 0.0
+    """Share of a chip's memory bandwidth that the optimizer's own kernel reaches; 0 where it has none."""
+
+
+def keeping(software: Software, kept: Kept) -> Software:
+    """Our own trainer with narrow weights or moments; what others keep is a fact of theirs."""
+    if software.name != "meshwright" or kept == FLOAT32:
+        return software
+    element = float(kept.element)
+    return replace(
+        software,
+        parameter_bytes=element,
+        gradient_bytes=element,
+        optimizer_bytes=kept.both_moments,
+        reduce_bytes=element,
+    )
 
 
 @dataclass(frozen=True)

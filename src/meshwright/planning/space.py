@@ -196,7 +196,7 @@ class Space:
         question = self.question
         if question.spec.experts is not None:
             return True
-        software = question.known.software[question.software]
+        software = question.trainer
         elements = question.parameters / (degrees.tp * degrees.pp)
         shards = degrees.dp * degrees.cp if zero else 1
         stored = software.parameter_bytes if offload != "parameters" else 0

@@ -27,8 +27,8 @@ class Held(NamedTuple):
     ends: float
     largest: float
     """Of one layer."""
-    kept: float
-    """Of those whose cast is kept for the backward pass."""
+    cast: float
+    """Of those whose cast is kept for the backward pass, as often as it is kept."""
 
 
 def accumulates(scenario: Scenario) -> bool:
@@ -43,9 +43,7 @@ def state_terms(scenario: Scenario, held: Held, moment: str, floor: bool) -> Sta
     layout, software = scenario.layout, scenario.software
     shards = layout.state_ranks if layout.zero else 1
     whole, own = held.plain + held.experts, held.plain / shards + held.experts * scenario.expert_share
-    wide = software.parameter_bytes if scenario.precision != "float32" else 4.0
-    gradient = software.gradient_bytes if scenario.precision != "float32" else 4.0
-    moments = software.optimizer_bytes if scenario.precision != "float32" else 8.0
+    wide, gradient, moments = scenario.held_bytes
     optimizer = own * moments if layout.offload == "none" else 0.0
     stored = own * wide if layout.offload != "parameters" else 0.0
     there = moment in (ANY, END) or accumulates(scenario)
@@ -53,7 +51,7 @@ def state_terms(scenario: Scenario, held: Held, moment: str, floor: bool) -> Sta
         return stored, 0.0, own * gradient * there, optimizer
     narrow = scenario.element
     if layout.zero < 2 or layout.state_ranks == 1:
-        casts = held.kept * narrow * (software.cast_copy and scenario.precision != "float32" and moment != END)
+        casts = (whole if scenario.is_replicated else held.cast) * narrow * (moment != END)
         if not layout.zero:
             optimizer = whole * moments * (layout.offload == "none")
         return whole * wide, casts, whole * gradient * there, optimizer
@@ -75,7 +73,7 @@ def _our_shards(scenario: Scenario, held: Held, moment: str, own: float, there: 
     gathered = (whole if layout.zero == 2 else min(whole, held.ends + units)) * scenario.element
     if layout.pp > 1:
         # The pipeline adds gradients up whole and scatters them at the end.
-        return gathered, whole * (software.gradient_bytes if scenario.precision != "float32" else 4.0)
+        return gathered, whole * scenario.held_bytes[1]
     # What the root has sent is kept until the next backward pass sends something.
     return gathered, own + held.ends * software.reduce_bytes * there
 
@@ -107,7 +105,8 @@ def host_bytes(scenario: Scenario) -> float:
         scenario.expert_share,
     )
     # Moments, the copy that is updated, and gradients on their way; with parameters those too.
-    return base + most * (16 if layout.offload == "optimizer" else 20)
+    parameter, gradient, moments = scenario.held_bytes
+    return base + most * (moments + parameter + gradient + (parameter if layout.offload == "parameters" else 0.0))
 
 
 @blocks.remembered

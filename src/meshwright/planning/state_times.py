@@ -6,6 +6,7 @@ from collections.abc import Collection
 from math import ceil
 
 from meshwright.cuts import SMALL_UNIT
+from meshwright.estimate.kept import FLOAT32
 from meshwright.planning import blocks
 from meshwright.planning.links import Group, group_of
 from meshwright.planning.operations import Operations
@@ -150,6 +151,8 @@ class StateTimes:
             if ranks is None or rank in ranks
         )
         if layout.offload == "none":
-            return self.operations.update(most), 0.0
+            # Of weights, gradients and moments, against those in float32.
+            share = self.scenario.kept.updated / FLOAT32.updated
+            return self.operations.update(most) * share, 0.0
         # Gradients go down and parameters come back; the host's cores update them.
         return 0.0, most * OFFLOAD_S

@@ -85,7 +85,7 @@ class Timer:
 
     def __init__(self, scenario: Scenario, constants: Constants, operations: Operations | None = None) -> None:
         """`operations` may be those of another scenario on the same chips, in the same precision and software."""
-        self.scenario = scenario
+        self.scenario, self._constants = scenario, constants
         self.operations = operations or operations_of(scenario, constants)
         self.layers = LayerTimes(scenario, self.operations)
         self.states = StateTimes(scenario, self.operations)
@@ -95,10 +95,13 @@ class Timer:
         """A timer of a scenario that differs in nothing that a layer's own passes depend on: they are shared."""
         other = object.__new__(Timer)
         other.scenario, other.operations, other._flows = scenario, self.operations, self._flows
+        other._constants = self._constants
+        if scenario.compiled != self.scenario.compiled:
+            other.operations = operations_of(scenario, self._constants)
         layout, mine = scenario.layout, self.scenario.layout
         # The flows know these by their keys; the passes of layers do not.
-        alike = (layout.cp_method, scenario.selective) == (mine.cp_method, self.scenario.selective)
-        other.layers = self.layers if alike else LayerTimes(scenario, self.operations)
+        alike = layout.cp_method == mine.cp_method and _within(scenario) == _within(self.scenario)
+        other.layers = self.layers if alike else LayerTimes(scenario, other.operations)
         other.states = self.states.like(scenario)
         return other
 
@@ -261,6 +264,12 @@ def parts_of(
         offload=offload,
         other=other,
     )
+
+
+def _within(scenario: Scenario) -> tuple[str, bool]:
+    """What is computed again within layers, and by whom; layers that are as a whole are known as such."""
+    recompute = scenario.layout.recompute
+    return recompute if scenario.selective else "", scenario.compiled
 
 
 def jitter_of(scenario: Scenario, software: Software) -> float:

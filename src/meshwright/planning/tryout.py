@@ -6,15 +6,11 @@ random text in a temporary folder, and is ended when its time is up. One that fa
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +19,7 @@ from typing import Any
 
 from meshwright.data.prepare import prepare
 from meshwright.errors import UserError
+from meshwright.launch.limited import last_line, run_limited
 from meshwright.planning.answer import Plan
 from meshwright.planning.corrections import Learned, Observation, basis_of, corrected, subject_of
 from meshwright.planning.emit import run_table
@@ -172,18 +169,8 @@ def _process(asked: Path, ranks: int, limit_s: float) -> str | None:
     """Run a trial to its end or to its limit; gives what went wrong."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    command = [sys.executable, "-m", "meshwright.planning.trial", str(asked)]
     errors = asked.with_name("stderr")
-    with errors.open("wb") as stderr:
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=stderr, env=environment, start_new_session=True
-        )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end(process)
+    code = run_limited([sys.executable, "-m", "meshwright.planning.trial", str(asked)], errors, limit_s, environment)
     if code == 0:
         return None
     if code is None:
@@ -191,23 +178,11 @@ def _process(asked: Path, ranks: int, limit_s: float) -> str | None:
     return _last_words(errors, code)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a trial with all its ranks: asked first, so that its launcher can clear up."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10.0)
-    # Whoever is left of its session.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    time.sleep(0.05)
-
-
 def _last_words(errors: Path, code: int) -> str:
     """The line that says what went wrong, of all that was said."""
-    lines = [line.strip() for line in errors.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    telling = [line for line in lines if line.startswith("trial: ")]
+    lines = errors.read_text(encoding="utf-8", errors="replace").splitlines()
+    telling = [line.strip() for line in lines if line.strip().startswith("trial: ")]
     if telling:
         return telling[-1].removeprefix("trial: ")
-    return f"exit code {code}" + (f": {lines[-1][:300]}" if lines else "")
+    said = last_line(errors)
+    return f"exit code {code}" + (f": {said}" if said else "")

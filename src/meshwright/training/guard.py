@@ -46,11 +46,21 @@ class Guard:
         settings = self._settings
         if not (settings.spike or settings.spike_norm):
             return Verdict()
-        spike = _stands_out(loss, self._losses, settings.spike) or _stands_out(norm, self._norms, settings.spike_norm)
+        highest_loss, highest_norm = self._highest()
+        spike = loss > highest_loss or norm > highest_norm
         # Spikes are kept too: a level that stays is the new normal once it fills half of the window.
         self._losses.append(loss)
         self._norms.append(norm)
         return Verdict(spike=spike, learn=not (spike and settings.spike_policy == "skip"))
+
+    def limits(self) -> tuple[float, float]:
+        """The highest loss and gradient norm that the next step may have to be learned from, before it is judged."""
+        skips = self._settings.spike_policy == "skip"
+        return self._highest() if skips else (math.inf, math.inf)
+
+    def _highest(self) -> tuple[float, float]:
+        settings = self._settings
+        return _highest(self._losses, settings.spike), _highest(self._norms, settings.spike_norm)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must remember, so that a resumed run comes to the same verdicts."""
@@ -64,11 +74,11 @@ class Guard:
             series.extend(values)
 
 
-def _stands_out(value: float, before: deque[float], threshold: float) -> bool:
-    """Whether a value is more than that many deviations above the median; by the median, which spikes do not move."""
+def _highest(before: deque[float], threshold: float) -> float:
+    """That many deviations above the median of a series; by the median, which spikes do not move."""
     if not threshold or len(before) < min(FEWEST, before.maxlen or FEWEST):
-        return False
+        return math.inf
     middle = statistics.median(before)
     # 1.4826 times the median distance from the median is the standard deviation, where values are normal.
     deviation = 1.4826 * statistics.median(abs(one - middle) for one in before)
-    return value > middle + threshold * max(deviation, LEAST_DEVIATION * abs(middle))
+    return middle + threshold * max(deviation, LEAST_DEVIATION * abs(middle))

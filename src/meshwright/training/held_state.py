@@ -8,9 +8,8 @@ import socket
 import torch
 from torch import nn
 
-from meshwright.checkpoint.training_state import state_tensors
+from meshwright.checkpoint.training_state import parts_of
 from meshwright.errors import CheckpointError, ExitCode
-from meshwright.models.parts import local_of
 from meshwright.parallel.world import World
 
 
@@ -23,7 +22,9 @@ class NonFiniteState(CheckpointError):
 @torch.no_grad()
 def nonfinite_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of tensors of which this rank holds something that is NaN or infinite; one pass over the memory."""
-    held = [(name, local_of(tensor)) for name, tensor in state_tensors(model, optimizer).items()]
+    # Of codes of 8 bits, scales are infinite where something was no number.
+    parts = parts_of(model, optimizer).items()
+    held = [(name, part.local if part.coded is None else part.coded.scales) for name, part in parts]
     held = [(name, local) for name, local in held if local.numel() and local.is_floating_point()]
     found = []
     for device in {local.device for _, local in held}:

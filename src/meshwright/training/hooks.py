@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshwright.training.slow_attention import slow_attention
+
 if TYPE_CHECKING:
     from meshwright.training.loop import TrainingLoop
 
@@ -62,6 +64,7 @@ class Events(Hook):
         if not folder.tokenizer.exists():
             trainer.job.tokenizer.save(folder.tokenizer)
         kind = "resumed" if trainer.resumed_from else "started"
+        slow = slow_attention(trainer.config, trainer.job.spec, trainer.job.strategy, trainer.world.device)
         folder.event(
             kind,
             step=trainer.step,
@@ -70,6 +73,8 @@ class Events(Hook):
             device=str(trainer.world.device),
             backend=trainer.world.backend,
             torch=torch.__version__,
+            **({"bf16_linears": trainer.one_step.parallel.wide} if trainer.one_step.parallel.wide else {}),
+            **({"slow_attention": slow} if slow is not None else {}),
         )
 
     def at_end(self, trainer: TrainingLoop) -> None:

@@ -80,6 +80,8 @@ class TrainingLoop:
         self.model, self.optimizer = self.one_step.model, self.one_step.optimizer
         self.loss_scale = self.one_step.loss_scale
         self.hooks = list(hooks)
+        self.breaks: dict[str, int] = {}
+        """Where compiled layers fell apart, and how often; known after a first step."""
         self.resumed_from: Manifest | None = None
         self._resume()
 

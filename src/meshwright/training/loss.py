@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.models.cross_entropy import IGNORED
 from meshwright.parallel.vocabulary_loss import split_cross_entropy
-
-IGNORED = -100
-"""A target with this value is not a valid token and does not count."""
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: Literal["mean", "sum", "none"] = "mean") -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine, with_calibration
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, UserError
+from meshwright.estimate.kept import Kept
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.replan import SPLITS, replan
 from meshwright.strategy import AUTO, Strategy
@@ -101,17 +101,11 @@ def plan_ranks(config: RunConfig, ranks: int, local: int) -> Planned:
 def agree(config: RunConfig, world: World) -> Planned:
     """The same for the ranks of a launcher's job: the first one asks, the others take its answer."""
     if not asks_planner(config) and not config.parallel.retune:
-        return Planned(config, config, world.size, _ranks_here(world))
-    found = plan_run(config, world.size, _ranks_here(world)) if world.is_first else None
+        return Planned(config, config, world.size, world.local)
+    found = plan_run(config, world.size, world.local) if world.is_first else None
     mine = [found.strategy, found.micro_batch] if found is not None else None
     strategy, micro_batch = world.exchange(mine)[0]
-    return found or Planned(with_choice(config, strategy, micro_batch), config, world.size, _ranks_here(world))
-
-
-def _ranks_here(world: World) -> int:
-    """Ranks of this machine, as launchers tell it."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() and int(told) > 0 else world.size
+    return found or Planned(with_choice(config, strategy, micro_batch), config, world.size, world.local)
 
 
 def with_choice(config: RunConfig, strategy: str, micro_batch: int | None) -> RunConfig:
@@ -126,6 +120,9 @@ def with_choice(config: RunConfig, strategy: str, micro_batch: int | None) -> Ru
 
 def machines_of(config: RunConfig, world: int, local: int) -> Cluster:
     """Machines that the ranks are on: parallel.cluster, else ones like this; a UserError if the chip is unknown."""
+    if config.run.device == "cuda-shared":
+        # Neither what it would say of times nor what a run would teach it holds where ranks share a chip.
+        raise UserError("run.device=cuda-shared: plans are made for ranks with a GPU each; name a parallel.strategy")
     if config.parallel.cluster is not None:
         return parse_cluster(config.parallel.cluster).with_gpus(world)
     here = cpu_ranks(local) if config.run.device == "cpu" else with_calibration(this_machine())
@@ -138,10 +135,11 @@ def predict(config: RunConfig, strategy: Strategy, local: int) -> Plan:
     """What the planner expects of a strategy with the configuration's batch and micro-batch."""
     from meshwright.planning.answer import plan
 
+    machines = machines_of(config, strategy.world, local)
     return plan(
         model_spec(config),
-        machines_of(config, strategy.world, local),
-        **_settings(config),
+        machines,
+        **_settings(config, machines),
         strategy=str(strategy),
         micro_batch=config.train.micro_batch,
     )
@@ -161,7 +159,13 @@ def question_of(config: RunConfig, world: int) -> dict[str, Any]:
         "micro_batch": config.train.micro_batch,
         "precision": config.train.precision,
         "optimizer": config.train.optimizer,
+        **({"kept": kept} if (kept := str(_kept_states(config))) else {}),
+        **({"compile": "off"} if config.train.compile == "off" else {}),
     }
+
+
+def _kept_states(config: RunConfig) -> Kept:
+    return Kept.of(config.precision.stored, config.precision.moments)
 
 
 def read_plan(folder: RunFolder) -> dict[str, Any] | None:
@@ -195,13 +199,19 @@ def _check(config: RunConfig, spec: ModelSpec, world: int) -> None:
         strategy.micro_steps(size, config.train.micro_batch)
 
 
-def _settings(config: RunConfig) -> dict[str, Any]:
+def _settings(config: RunConfig, machines: Cluster) -> dict[str, Any]:
     """What a plan is made for: the largest batch, in the precision of the run."""
     precision = "float32" if config.train.precision == "float64" else config.train.precision
+    if precision == "fp8" and any(precision not in group.chip.tflops for group in machines.kinds):
+        # Such chips do the same by way of wider products.
+        precision = "bf16"
     return {
         "sequence_length": config.data.sequence_length,
         "global_batch": max(batch_schedule(config).sizes()),
         "precision": precision,
+        "stored": config.precision.stored,
+        "moments": config.precision.moments,
+        "compile": config.train.compile != "off",
     }
 
 
@@ -231,18 +241,21 @@ def _ask(config: RunConfig, world: int, local: int) -> Planned:
     made = plan(
         spec,
         machines,
-        **_settings(config),
+        **_settings(config, machines),
         constraints=_constraints(config),
         batches=batch_schedule(config).sizes(),
         all_chips=True,
     )
     if made.best is None:
+        from meshwright.planning.narrow import in_words
+
         nearest = made.shown
         raise NothingFits(
             f"parallel.strategy='{config.parallel.strategy}': nothing is expected to fit on {machines}; the nearest is "
             f"'{nearest.strategy}' with train.micro_batch={nearest.micro_batch}, which needs "
             f"{_gib(nearest.memory.peak)} of {_gib(nearest.memory.capacity)} GiB. Use more ranks, a shorter "
             "data.sequence_length or a smaller model, or name that strategy to try it all the same"
+            + (f"; {in_words(made.narrower, None)}" if made.narrower is not None else "")
         )
     chosen = with_choice(config, str(made.best.strategy), made.best.micro_batch)
     _check(chosen, spec, world)

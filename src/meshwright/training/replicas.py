@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.training_state import state_tensors
+from meshwright.checkpoint.training_state import parts_of
 from meshwright.errors import ExitCode, UserError
-from meshwright.models.parts import box_of
 from meshwright.parallel.world import World
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
@@ -74,9 +73,8 @@ class ReplicaCheck:
         """What differs, the same on every rank; all of them must ask."""
         if self.world.size == 1:
             return []
-        held = [(name, *box_of(value)) for name, value in state_tensors(model, optimizer).items()]
-        held = [one for one in held if one[1].numel()]
-        keys = [f"{name} {offset} {tuple(local.shape)} {local.dtype}" for name, local, offset, _ in held]
+        held = [(name, part) for name, part in parts_of(model, optimizer).items() if part.local.numel()]
+        keys = [f"{name} {part.offset} {tuple(part.local.shape)} {part.dtype}" for name, part in held]
         layout = hashlib.blake2b("\n".join(keys).encode(), digest_size=8).hexdigest()
         # Optimizer state appears with the first step; then all look again.
         if int(self.world.sum(torch.tensor([int(layout != self._layout)]))):
@@ -84,7 +82,9 @@ class ReplicaCheck:
             self._layout = layout
         if not self._sets:
             return []
-        sums = torch.stack([_sum_of_bits(held[index][1]).to(self.world.device) for index in self._kept] or [_NOTHING])
+        sums = torch.stack(
+            [_sum_of_bits(held[index][1].values()).to(self.world.device) for index in self._kept] or [_NOTHING]
+        )
         totals = torch.zeros(len(self._sets), dtype=torch.int64, device=sums.device)
         if self._kept:
             totals.index_add_(0, self._set_of.to(sums.device), sums * self._factors.to(sums.device))

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.errors import ExitCode, UserError
+from meshwright.models.cross_entropy import IGNORED
+from meshwright.models.head import Targets
 from meshwright.models.hf import fill_from_hf
 from meshwright.models.initialize import build_meta, initialize, materialise
 from meshwright.models.mixture import finish_step, mixtures
 from meshwright.models.spec import ModelSpec
+from meshwright.parallel.compile import compiles
 from meshwright.parallel.data import Reduction, uses_ddp
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.parallelize import parallelize
@@ -23,11 +25,11 @@ from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.guard import Guard, Verdict
 from meshwright.training.injected import factor_of_loss, flip_bit, spoil_gradient, use_too_much
-from meshwright.training.loss import IGNORED, cross_entropy
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import make_optimizer
-from meshwright.training.precision import precision_of
+from meshwright.training.precision import check_device, precision_of
 from meshwright.training.schedule import learning_rate
+from meshwright.training.update import OnItsWay, unfit, update, update_if_fit, updates_on_device
 
 
 class TrainingError(UserError):
@@ -49,6 +51,7 @@ class TrainingStep:
         self.strategy = strategy
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
         precision = precision_of(config)
+        check_device(precision, world.device)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
         self.guard = Guard(config.elastic)
         self.losses = torch.zeros(0)
@@ -64,7 +67,15 @@ class TrainingStep:
         # The ranks that hold the same tokens, of those which have the loss.
         self._copies = strategy.tp
         reduction: Reduction = "mean" if averaged else "sum"
-        self.parallel = parallelize(self.model, strategy, self.mesh, precision=precision, reduction=reduction)
+        self.compiled = compiles(config.train.compile, strategy, world.device)
+        self.parallel = parallelize(
+            self.model,
+            strategy,
+            self.mesh,
+            precision=precision,
+            reduction=reduction,
+            compiled=self.compiled,
+        )
         self.parallel.pulse = world.pulse
         self.data_rank = self.parallel.data_rank
         self.give_memory(spec)
@@ -94,80 +105,98 @@ class TrainingStep:
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
         pulse = self.world.pulse
-        spoiled = factor_of_loss(pulse.enter("forward"))
-        tokens, samples = (batch[name].to(self.world.device, non_blocking=True) for name in ("tokens", "samples"))
-        inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
-        documents = self._documents(inputs)
-        if "ignored" in batch:
-            targets = targets.masked_fill(batch["ignored"].to(self.world.device).bool()[..., None], IGNORED)
-        counting = None
-        if "valid" in batch:
-            valid = batch["valid"].to(self.world.device)
-        else:
-            valid = (targets != IGNORED).sum() * self.parallel.has_loss
-            if self.world.size > 1:
-                # On its way while the first forward pass computes.
-                counting = dist.all_reduce(valid, async_op=True)
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
-        for mixture in self._mixtures:
-            mixture.auxiliary_scale = scale / len(tokens)
-        losses = self.losses = torch.zeros(len(tokens), dtype=torch.float64, device=self.world.device)
-
-        def loss_of(logits: Tensor, index: int) -> Tensor:
-            summed = cross_entropy(logits, targets[index], "sum")
-            if counting is not None:
-                counting.wait()
-            loss = summed / valid * (self._copies if counting is not None else 1)
-            if spoiled is not None:
-                loss = loss * spoiled
-            losses[index] = loss.detach()
-            use_too_much(pulse.enter("backward"), self.world.device)
-            return loss * (scale * self._loss_factor)
-
-        batches = [
-            {"tokens_BT": inputs[index], "samples_B": samples[index], "documents_BT": documents[index]}
-            for index in range(len(tokens))
-        ]
-        self.parallel.forward_backward(batches, loss_of)
-        if counting is not None:
-            counting.wait()
-            valid = valid // self._copies
+        valid = self._forward_backward(batch, scale)
         spoil_gradient(self.parallel.parameters(), pulse.enter("reduce"))
-        norm = self.parallel.clip_grad_norm_(self.config.train.grad_clip, scale=scale)
+        norm = self.parallel.grad_norm(scale=scale)
         rate = learning_rate(self.config.train, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # Before anything is changed the ranks agree: what is no number on one of them is none in the sums of all. On
         # the way they learn the loss of the whole batch, and whether one of them was asked to stop.
-        own = torch.stack((losses.sum(), losses.new_tensor(float(asked_to_stop)), norm.to(losses.device)))
-        mean_loss, requests, norms = self.sum(own).tolist()
-        self.own_norm = float(norm)
-        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": self.own_norm, "lr": rate, "tokens": int(valid)}
+        losses = self.losses
+        # Filled in, not copied from here: a copy would wait for all that the device has to do.
+        asked = torch.full((), float(asked_to_stop), dtype=losses.dtype, device=losses.device)
+        own = torch.stack((losses.sum(), asked, norm.to(losses.device)))
+        agreed = self.sum(own)
+        numbers = OnItsWay(torch.cat((agreed, norm.to(losses)[None])))
+        clip = self.config.train.grad_clip
+        at_once = updates_on_device(self.optimizer, self.world.device)
+        if at_once:
+            fault = pulse.enter("optimizer")
+            update_if_fit(self.optimizer, unfit(agreed[0], agreed[2], self.guard.limits()), norm, clip, scale)
+        mean_loss, requests, norms, self.own_norm = numbers.read()
+        tokens = int(valid)
+        metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": self.own_norm, "lr": rate, "tokens": tokens}
         # A smaller scale answers gradients that overflow; a loss that does has nothing to do with it.
         overflows = math.isfinite(mean_loss) and not self.loss_scale.accept(norms) and not exhausted
         verdict = Verdict(learn=False) if overflows else self.guard.judge(mean_loss, norms)
         if verdict.nonfinite and self.config.elastic.nonfinite == "stop":
             raise TrainingError(self._explain_divergence(metrics))
-        taken = verdict.learn
-        fault = pulse.enter("optimizer")
-        if taken:
-            self.optimizer.step()
+        if not at_once:
+            fault = pulse.enter("optimizer")
+            if verdict.learn:
+                update(self.optimizer, self.parallel.parameters(), norm, clip, scale)
         flip_bit(self.parallel.named_parameters(), fault)
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
+        return self._complete(metrics, verdict, scale) | {"stop": requests}
+
+    def _forward_backward(self, batch: dict[str, Tensor], scale: float) -> Tensor:
+        """The passes of a step; gives how many targets of the whole batch count."""
+        pulse, device = self.world.pulse, self.world.device
+        spoiled = factor_of_loss(pulse.enter("forward"))
+        tokens, samples = (batch[name].to(device, non_blocking=True) for name in ("tokens", "samples"))
+        inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
+        documents = self._documents(inputs)
+        if "ignored" in batch:
+            targets = targets.masked_fill(batch["ignored"].to(device).bool()[..., None], IGNORED)
+        if "valid" in batch:
+            # Stays where it is known without waiting for the device.
+            valid = batch["valid"].double()
+        else:
+            valid = self.sum((targets != IGNORED).sum().double() * self.parallel.has_loss)
+        for mixture in self._mixtures:
+            mixture.auxiliary_scale = scale / len(tokens)
+        losses = self.losses = torch.zeros(len(tokens), dtype=torch.float64, device=device)
+        # Gradients are those of a multiple of the loss.
+        multiple = scale * self._loss_factor
+        weight = (multiple / valid).to(device, non_blocking=True)
+
+        def loss_of(loss: Tensor, index: int) -> Tensor:
+            if spoiled is not None:
+                loss = loss * spoiled
+            losses[index] = loss.detach().double() / multiple
+            use_too_much(pulse.enter("backward"), device)
+            return loss
+
+        batches = [
+            {
+                "tokens_BT": inputs[index],
+                "samples_B": samples[index],
+                "documents_BT": documents[index],
+                "targets": Targets(targets[index], weight),
+            }
+            for index in range(len(tokens))
+        ]
+        self.parallel.forward_backward(batches, loss_of)
+        return valid
+
+    def _complete(self, metrics: dict[str, float], verdict: Verdict, scale: float) -> dict[str, float]:
+        """What else there is to say of a step once it is done."""
         stages = self.parallel.stages if self.model.spec.experts is not None else None
-        balance = finish_step(self.model, stages, taken)
+        balance = finish_step(self.model, stages, verdict.learn)
         # JSON has no NaN.
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if self.loss_scale.active:
             metrics |= {"loss_scale": scale}
-        if self.loss_scale.active or not taken:
-            metrics |= {"skipped": int(not taken)}
+        if self.loss_scale.active or not verdict.learn:
+            metrics |= {"skipped": int(not verdict.learn)}
         metrics |= {name: 1 for name in ("nonfinite", "spike") if getattr(verdict, name)}
         bubble = self.parallel.bubble()
         if bubble is not None:
             metrics |= {"pipeline_idle": bubble.measured, "pipeline_idle_predicted": bubble.predicted}
-        return metrics | balance | {"stop": requests}
+        return metrics | balance
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:
@@ -175,8 +204,9 @@ class TrainingStep:
         tokens = tokens.to(self.world.device)
         inputs, targets = tokens[:, :-1], self.parallel.own_tokens(tokens[:, 1:])
         (documents,) = self._documents(inputs[None])
-        batch = {"tokens_BT": inputs, "documents_BT": documents}
-        found = self.parallel.forward([batch], lambda logits, _: cross_entropy(logits, targets, "sum"))
+        weighed = Targets(targets, torch.ones((), device=self.world.device))
+        batch = {"tokens_BT": inputs, "documents_BT": documents, "targets": weighed}
+        found = self.parallel.forward([batch], lambda loss, _: loss)
         if not found:
             return torch.zeros(2, dtype=torch.float64, device=self.world.device)
         return torch.stack((found[0].double(), (targets != IGNORED).sum().double()))

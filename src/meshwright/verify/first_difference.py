@@ -117,7 +117,8 @@ class Search:
         calls = list(calls)
         wholes = self._of(self.expected, kind)
         floor = SMALLEST * _largest([wholes[call].values for call in calls])
-        agreed = ""
+        # Gradients begin with the loss, which the head computes together with its own.
+        agreed = "the loss" if kind == "output gradient" else ""
         for place, call in enumerate(calls):
             departure = self.departure(kind, call, floor, factor)
             if departure is None:

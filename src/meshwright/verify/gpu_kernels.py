@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
+
+from meshwright.models import cross_entropy, float8, head, mixture
+from meshwright.torch_private import without_modes
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -35,12 +39,41 @@ def _rms_norm(
     return found
 
 
+def _losses_and_gradient_(
+    logits_NV: Tensor,
+    targets_N: Tensor,
+    factor: Tensor,
+    first: int = 0,
+    group: dist.ProcessGroup | None = None,
+    learns: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Cross-entropies as one kernel: the gradient is where the logits were."""
+    if group is None and logits_NV.dtype in (torch.bfloat16, torch.float16):
+        return logits_NV.new_empty(logits_NV.shape[0], dtype=torch.float32), logits_NV if learns else None
+    return cross_entropy.losses_and_gradient_(logits_NV, targets_N, factor, first, group, learns)
+
+
+def _equal_shares(numbers: Tensor, count: int) -> Tensor:
+    """How often each number comes, if all come alike: real, so that it can be read."""
+    with without_modes():
+        each, more = divmod(numbers.numel(), count)
+        return each + (torch.arange(count) < more).long()
+
+
 @contextmanager
 def like_a_gpu() -> Iterator[None]:
-    """Use them in place of PyTorch's own."""
-    before = functional.rms_norm
-    functional.rms_norm = _rms_norm
+    """Use them in place of PyTorch's own, and let routers send every expert the same number of rows."""
+    places = (
+        (functional, "rms_norm", _rms_norm),
+        (float8, "multiply_on", lambda device: float8.by_kernel),
+        (head, "losses_and_gradient_", _losses_and_gradient_),
+        (mixture, "how_often", _equal_shares),
+    )
+    before = [getattr(module, name) for module, name, _ in places]
+    for module, name, function in places:
+        setattr(module, name, function)
     try:
         yield
     finally:
-        functional.rms_norm = before
+        for (module, name, _), function in zip(places, before, strict=True):
+            setattr(module, name, function)

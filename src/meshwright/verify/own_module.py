@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from meshwright.errors import UserError
+from meshwright.models.float8 import MULTIPLE, Recipe
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.precision import Precision
+from meshwright.parallel.precision import Float8, Precision
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.loss import cross_entropy
+from meshwright.training.precision import COMPUTE
 
 Inputs = Any
 """A tuple or dict; tensors in it have one row a sample."""
-_COMPUTE = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -126,14 +127,15 @@ class OwnLoop:
         self.world, self.samples, self.micro_steps, self.clip, self.seed = world, samples, micro_steps, clip, seed
         self.source = find(place, tokens)
         torch.manual_seed(seed)
-        compute = _COMPUTE[precision]
+        compute = COMPUTE[precision]
         self.stored = torch.float64 if compute == torch.float64 else torch.float32
         self.model = self.source.build().to(self.stored).train()
         for module in self.model.modules():
             if isinstance(module, _DropoutNd):
                 # Every rank would drop other things than one device does.
                 module.eval()
-        policy = Precision(self.stored, compute, self.stored, self.stored)
+        float8 = Float8(Recipe(smallest=MULTIPLE)) if precision == "fp8" else None
+        policy = Precision(self.stored, compute, self.stored, self.stored, float8)
         self.parallel = parallelize(self.model, strategy, precision=policy)
         self.optimizer = self.parallel.optimizer(torch.optim.AdamW, lr=1e-2)
 

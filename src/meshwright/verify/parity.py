@@ -7,6 +7,7 @@ the same micro-steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import RunConfig
+from meshwright.models.float8 import MULTIPLE
 from meshwright.models.parts import whole
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.world import World
@@ -21,8 +23,11 @@ from meshwright.strategy import Strategy
 from meshwright.training.step import TrainingStep
 from meshwright.verify.pool import RankPool
 
-TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
 """Largest relative difference of losses; and, for the first two, of gradient norms."""
+
+SMALLEST = MULTIPLE
+"""Smallest dimension of a linear that multiplies in 8 bits: shapes of proofs are small, and it is to be proved."""
 
 END_TOKEN = 0
 """Ends a document, where `settings` mask documents."""
@@ -77,18 +82,20 @@ def run_case(world: World, case: Case) -> Trace:
     weights = {name: whole(parameter.detach()) for name, parameter in step.model.named_parameters()}
     if step.parallel.is_first_of_stage:
         weights |= dict(step.model.named_buffers())
-        trace.weights = {name: value.clone() for name, value in weights.items()}
+        trace.weights = {name: value.to("cpu", copy=True) for name, value in weights.items()}
     return trace
 
 
 def _config(case: Case) -> RunConfig:
     train = {"precision": case.precision, "lr": 1e-2, "grad_clip": 0.5, "steps": case.steps, "schedule": "constant"}
     sections = {name: dict(values) for name, values in case.settings.items()}
+    narrow = {"fp8_smallest": SMALLEST} | sections.get("precision", {})
     return RunConfig.model_validate(
         {
             **sections,
             "run": {"seed": case.seed},
             "train": train | sections.get("train", {}),
+            "precision": narrow,
             # In a proof, numbers that are no numbers are the result.
             "elastic": {"nonfinite": "stop"} | sections.get("elastic", {}),
         },
@@ -123,11 +130,16 @@ class Prover:
             (self._references[key],) = self.pool.run(run_case, 1, alone)
         return self._references[key]
 
-    def differences(self, case: Case) -> list[str]:
-        """Where a case differs from the single process by more than its precision allows; nothing when it agrees."""
+    def differences(
+        self, case: Case, tolerance: float | None = None, run: Callable[[World, Case], Trace] = run_case
+    ) -> list[str]:
+        """Where a case differs from the single process by more than its precision allows; nothing when it agrees.
+
+        The ranks run it by `run`.
+        """
         expected = self.reference(case)
-        traces = self.pool.run(run_case, case.ranks, case)
-        bound = TOLERANCES[case.precision]
+        traces = self.pool.run(run, case.ranks, case)
+        bound = TOLERANCES[case.precision] if tolerance is None else tolerance
         found = []
         for rank, trace in enumerate(traces):
             found += _unlike(f"rank {rank}: loss", trace.losses, expected.losses, bound)

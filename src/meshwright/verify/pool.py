@@ -23,7 +23,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -33,17 +33,28 @@ from meshwright.parallel.world import join_world
 
 Result = TypeVar("Result")
 
-MOST_THREADS = 60
-"""How many threads a rank may have before it is replaced."""
+MOST_THREADS = {"cpu": 60, "cuda": 300}
+"""How many threads a rank may have before it is replaced, by where it computes: CUDA has threads of its own, and ranks
+that use it are fresh interpreters, which take seconds to replace."""
 
 
 class RankPool:
-    """Ranks on this machine's CPU, up to a number, started when they are first needed."""
+    """Ranks on this machine, up to a number, started when they are first needed.
 
-    def __init__(self, size: int = 8, timeout_s: float = 120.0, checked: bool = False) -> None:
+    They compute on its CPU, or with `device` "cuda-shared" on its GPUs, which they share over gloo.
+    """
+
+    def __init__(
+        self,
+        size: int = 8,
+        timeout_s: float = 120.0,
+        checked: bool = False,
+        device: Literal["cpu", "cuda-shared"] = "cpu",
+    ) -> None:
         self.size = size
         self.timeout_s = timeout_s
         self.checked = checked
+        self.device = device
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._count = 0
@@ -88,7 +99,7 @@ class RankPool:
         except BaseException:
             self.close()
             raise
-        if max(_threads(process) for process, _ in self._ranks) > MOST_THREADS:
+        if max(_threads(process) for process, _ in self._ranks) > MOST_THREADS[self.device.split("-")[0]]:
             self.close()
         return results
 
@@ -109,11 +120,11 @@ class RankPool:
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
-        context: Any = multiprocessing.get_context("fork" if may_fork("cpu") else "spawn")
+        context: Any = multiprocessing.get_context("fork" if may_fork(self.device) else "spawn")
         for _ in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, os.getpid(), self.timeout_s, self.checked), daemon=True
+                target=_serve, args=(theirs, os.getpid(), self.timeout_s, self.checked, self.device), daemon=True
             )
             process.start()
             theirs.close()
@@ -154,7 +165,7 @@ def _threads(process: BaseProcess) -> int:
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
-def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool) -> None:
+def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool, device: str) -> None:
     """The life of a rank: work, answer, wait for more."""
     # Ctrl-C is the parent's to answer: it ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -173,10 +184,13 @@ def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool) -> No
             os._exit(0)
         try:
             meeting = FileStore(store, size) if size > 1 else None
-            with join_world("cpu", timeout_s, (rank, size, rank), meeting) as world:
+            with join_world(device, timeout_s, (rank, size, rank), meeting) as world:
                 answer = (True, time.time(), work(world, *inputs))
         except BaseException as error:
             answer = (False, time.time(), "".join(traceback.format_exception(error)))
         pipe.send(answer)
         # Models and groups hold each other; what the next piece of work finds should not depend on the last one.
         gc.collect()
+        if device != "cpu":
+            # Others may need what this rank's allocator keeps.
+            torch.cuda.empty_cache()

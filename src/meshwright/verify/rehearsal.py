@@ -164,8 +164,6 @@ class _Follow(TorchDispatchMode):
         if operation is RING_ATTENTION:
             with self:
                 return ring_forward(*inputs, **options)
-        if operation is torch.ops.aten.bincount.default:
-            return _equal_shares(*inputs, **options)
         if operation is torch.ops.aten.repeat_interleave.self_Tensor and not isinstance(inputs[1], FakeTensor):
             return inputs[0].new_empty(int(inputs[1].sum()))
         given = _tensors((inputs, options))
@@ -229,13 +227,6 @@ class _Follow(TorchDispatchMode):
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors among values; of DTensors this rank's part, since what they do with it is not seen."""
     return [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _equal_shares(of: Tensor, weights: None = None, minlength: int = 0) -> Tensor:
-    """How often each number comes, if all come alike: real, so that it can be read."""
-    with without_modes():
-        numbers = torch.arange(minlength)
-        return of.numel() // minlength + (numbers < of.numel() % minlength).long()
 
 
 def axes_of(mesh: Mesh | None) -> dict[str, str]:

@@ -1,0 +1,79 @@
+"""`meshwright bench step` on this machine's CPU: real processes, figures, a contender that breaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHAPE = ["--model", "tiny", "--device", "cpu", "--sequence", "32", "--precision", "float32"]
+QUICK = ["--steps", "3", "--warm-up", "1"]
+
+
+def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "meshwright", "bench", "step", *SHAPE, *QUICK, *arguments]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=given)
+
+
+@pytest.mark.slow
+def test_ours_and_the_bare_loop_are_measured_and_agree(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    done = bench("--contenders", "meshwright,bare", "--repeats", "2", "--json", str(out), "train.lr=1e-3")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(out.read_text())
+    assert facts["device"] == "cpu"
+    assert facts["baseline"] == "bare"
+    assert facts["config"]["train"]["lr"] == 1e-3
+    rows = {row["contender"]: row for row in facts["rows"]}
+    assert rows.keys() == {"meshwright", "bare"}
+    for row in rows.values():
+        assert row["trouble"] is None
+        assert len(row["repeats_ms"]) == 2
+        assert row["tokens_per_s"] == pytest.approx(32e3 / row["ms_per_step"])
+        assert row["mfu"] > 0
+        assert row["times_floor"] > 0
+        assert row["peak_gib"] > 0.01
+        assert row["first_step_s"]["cold"] > row["ms_per_step"] / 1e3
+        assert row["first_step_s"]["warm"] > row["ms_per_step"] / 1e3
+    ratio = rows["bare"]["ms_per_step"] / rows["meshwright"]["ms_per_step"]
+    assert rows["meshwright"]["ratio"] == pytest.approx(ratio)
+    # The same weights, tokens and updates: the same work.
+    assert rows["meshwright"]["last_loss"] == pytest.approx(rows["bare"]["last_loss"], rel=1e-6)
+    assert rows["meshwright"]["parameters"] == rows["bare"]["parameters"] == facts["parameters"]
+    roofline = facts["roofline"]["1"]
+    assert roofline["floor_ms"] == pytest.approx(roofline["compute_ms"] + roofline["update_ms"])
+    assert roofline["ceilings"]["flops"] > 1e8
+    for said in ("meshwright", "bare", "floor", "ceilings", "MFU"):
+        assert said in done.stdout
+
+
+@pytest.mark.slow
+def test_a_contender_that_breaks_is_named_with_its_reason(tmp_path: Path) -> None:
+    """Its module is there and fails when it is used: a process that ends with a traceback, which others outlive."""
+    for name in ("lightning_fabric", "transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('this package is broken')\n")
+    out = tmp_path / "step.json"
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = bench("--contenders", "bare,fabric", "--repeats", "1", "--json", str(out), PYTHONPATH=path)
+    assert done.returncode == 1, done.stderr
+    rows = {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["bare"]["trouble"] is None
+    assert rows["fabric"]["trouble"] == "failed: exit code 1: RuntimeError: this package is broken"
+    assert "fabric: failed: exit code 1: RuntimeError: this package is broken" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_contender_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    done = bench("--contenders", "bare", "--repeats", "2", "--limit", "0.5", "--json", str(out))
+    assert done.returncode == 1
+    facts = json.loads(out.read_text())
+    assert "not done in time" in facts["rows"][0]["trouble"]
+    assert facts["baseline"] is None
+    assert "no floor" in done.stdout

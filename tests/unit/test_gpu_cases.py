@@ -1,0 +1,61 @@
+"""What `make test-gpu` and benchmarks/plan_gpu_ranks.py run is legal and planned for, seen without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from meshwright.models.spec import ModelSpec
+from meshwright.strategy import Strategy
+from tests.gpu import cases
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ALL = [(shape, strategy) for shape, strategy, *_ in (*cases.FLOAT64, *cases.NARROW)]
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, imported as it is when it runs: beside its neighbours."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    found = importlib.import_module("plan_gpu_ranks")
+    monkeypatch.delitem(sys.modules, "plan_gpu_ranks")
+    monkeypatch.delitem(sys.modules, "plan_gpu")
+    return found
+
+
+@pytest.mark.parametrize(("shape", "text"), ALL)
+def test_every_strategy_of_the_gpu_tests_is_legal(shape: str, text: str) -> None:
+    case = cases.case_of(shape, text)
+    strategy = Strategy.parse(case.strategy, case.ranks)
+    strategy.check(case.spec, case.ranks, case.tokens)
+    assert case.ranks <= 4
+    assert case.batch % (case.micro_steps * strategy.all_shares) == 0
+
+
+def test_the_gpu_tests_have_every_axis_and_schedule() -> None:
+    found = [Strategy.parse(text, Strategy.processes(text) or 1) for _, text in ALL]
+    assert len({str(strategy) for strategy in found}) >= 25
+    for axis in ("tp", "pp", "cp", "ep", "replicate", "shard"):
+        assert any(getattr(strategy, axis) > 1 for strategy in found), axis
+    assert {strategy.zero for strategy in found} == {0, 1, 2, 3}
+    assert {strategy.schedule for strategy in found if strategy.pp > 1} >= {"1f1b", "interleaved:2", "zero-bubble"}
+    assert {strategy.cp_method for strategy in found if strategy.cp > 1} >= {"ring", "ulysses"}
+
+
+def test_every_strategy_of_the_benchmark_has_a_planned_peak_that_fits_beside_the_others(ranks: ModuleType) -> None:
+    sizes = []
+    for model, text in ranks.STRATEGIES:
+        strategy = Strategy.parse(text, Strategy.processes(text) or 1)
+        case = ranks.case_of(ranks.MODELS[model], strategy)
+        spec: ModelSpec = case.spec
+        strategy.check(spec, strategy.world, case.tokens)
+        peaks = ranks.planned(case, strategy, "h200")
+        assert len(peaks) == strategy.pp
+        assert sum(peaks) * strategy.world / strategy.pp < 120 * 2**30
+        sizes.append(strategy.world)
+    assert sizes.count(2) + sizes.count(4) == len(sizes) >= 12
+    assert {2, 4} == set(sizes)
