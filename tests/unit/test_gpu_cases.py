@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from benchmarks.gpu_rows import read_rows, scenario_of, write_rows
+
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.memory import memory_of
 from meshwright.strategy import Strategy
