@@ -84,6 +84,7 @@ class Pulse:
         self._since = 0.0
         self._ended = [0] * len(PHASES)
         self._longest = [0.0] * len(PHASES)
+        self._spent = [0.0] * len(PHASES)
         self._faults: list[Fault] = parse_faults(os.environ.get(VARIABLE, ""))
         self._memory: mmap.mmap | None = None
         self._thread = threading.get_ident()
@@ -99,8 +100,7 @@ class Pulse:
         """
         if threading.get_ident() == self._thread:
             self.phase = phase
-            if self._memory is not None:
-                self._say(self._memory, _NUMBER[phase])
+            self._say(_NUMBER[phase])
         return self.fault(phase) if self._faults else None
 
     @contextmanager
@@ -109,8 +109,8 @@ class Pulse:
         outer = PHASES[self._phase]
         self.enter(phase)
         yield
-        if self._memory is not None and self._entered and threading.get_ident() == self._thread:
-            self._say(self._memory, _NUMBER[outer])
+        if self._entered and threading.get_ident() == self._thread:
+            self._say(_NUMBER[outer])
 
     @contextmanager
     def waiting_for(self, rank: int) -> Iterator[None]:
@@ -122,18 +122,26 @@ class Pulse:
         yield
         _WAITS_FOR.pack_into(self._memory, _WAITS_AT, NOBODY)
 
-    def _say(self, memory: mmap.mmap, phase: int) -> None:
+    def spent(self) -> dict[str, float]:
+        """Seconds spent so far in each phase that this rank has been in; may be asked from any thread."""
+        return {name: seconds for name, seconds in zip(PHASES, self._spent, strict=True) if seconds}
+
+    def _say(self, phase: int) -> None:
         now = time.monotonic()
+        memory = self._memory
         if self._entered:
             ending = self._phase
             self._ended[ending] += 1
             seconds = now - self._since
+            self._spent[ending] += seconds
             if seconds > self._longest[ending]:
                 self._longest[ending] = seconds
-            _ENDED.pack_into(memory, _NOW.size + _ENDED.size * ending, self._ended[ending], self._longest[ending])
+            if memory is not None:
+                _ENDED.pack_into(memory, _NOW.size + _ENDED.size * ending, self._ended[ending], self._longest[ending])
         self._phase, self._since = phase, now
         self._entered += 1
-        _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
+        if memory is not None:
+            _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
 
     def fault(self, place: str, step: int | None = None) -> str | None:
         """A place that is no phase of its own where a test may want a fault; of this step, unless it is another's."""
