@@ -318,6 +318,8 @@ class ObserveSection(_Section):
     """Write the samples that every step was fed to DIR/ledger.jsonl; docs/numbers.md says what that can prove."""
     wandb: bool = free(False)
     """Send metrics to Weights & Biases (pip install 'meshwright[wandb]'); WANDB_MODE=offline keeps them here."""
+    mlflow: bool = free(False)
+    """Send metrics to the MLflow tracking server that MLFLOW_TRACKING_URI names, http:// or https://."""
     prometheus: str | None = free(None, min_length=1)
     """Serve metrics for Prometheus (pip install 'meshwright[prometheus]') at HOST:PORT or :PORT, by the first rank of
     each machine; :0 takes any free port. Without a host it is 127.0.0.1; another one needs

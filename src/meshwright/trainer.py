@@ -24,6 +24,7 @@ from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
 from meshwright.observe.export import Export
 from meshwright.observe.ledger import Ledger
+from meshwright.observe.mlflow import MLflow
 from meshwright.observe.plan_file import PlanFile
 from meshwright.observe.prometheus import Prometheus
 from meshwright.observe.records import Records
@@ -59,6 +60,8 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(TensorBoard())
     if config.observe.wandb:
         hooks.append(Export(WeightsAndBiases))
+    if config.observe.mlflow:
+        hooks.append(Export(MLflow))
     if config.observe.prometheus is not None:
         hooks.append(Prometheus())
     hooks += [Console(), PlanFile()]

@@ -81,7 +81,8 @@ def test_no_secret_is_in_what_a_run_leaves_or_serves_and_it_goes_on(
     assert "s3://runs/a cannot be used" in refused.stderr
     assert "verified" in listed.stdout
     (tmp_path / "a/events.jsonl").unlink()
-    with training(tmp_path, *options) as process:
+    # Now the login is on the command line, which services would like to know.
+    with training(tmp_path, *options, f"checkpoint.dir={PLACE}") as process:
         url = served(tmp_path / "a", process)
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {CANARY}-bearer"})
 
