@@ -137,8 +137,8 @@ class TrainSection(_Section):
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 does not clip."""
     precision: Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"] = "float32"
-    """tf32 is float32 whose matrix products a GPU computes in TF32 (on a CPU it is float32); bf16 and fp16 compute in it
-    and keep weights, gradients and optimizer state in float32, unless precision.stored and precision.moments say
+    """tf32 is float32 whose matrix products a GPU computes in TF32 (on a CPU it is float32); bf16 and fp16 compute in
+    it and keep weights, gradients and optimizer state in float32, unless precision.stored and precision.moments say
     otherwise; fp16 scales the loss; fp8 is bf16 with linears that multiply in 8 bits; float64 is for proofs."""
     compile: Literal["auto", "on", "off"] = free("auto")
     """torch.compile of the layers; auto does it on a GPU. A first step takes longer, unless the compiler remembers."""

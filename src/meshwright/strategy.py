@@ -265,7 +265,7 @@ class Strategy:
             raise refuse(
                 str(self),
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
-                "use zero=0, tp=1 and ep=1 without offload of its state, or train.optimizer=adamw",
+                "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw",
             )
         if self.host_states == "parameters" and (self.zero < 2 or self.dp * self.cp == 1):
             raise refuse(

@@ -57,9 +57,7 @@ class HostActivations:
             stays = has_last and block is blocks[-1]
             around_forward(block, partial(self._forward, block, stays))
 
-    def _forward(
-        self, block: nn.Module, stays: bool, forward: Callable[..., Any], *inputs: Any, **options: Any
-    ) -> Any:
+    def _forward(self, block: nn.Module, stays: bool, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*inputs, **options)
         given = [leaf for leaf in tree_leaves((inputs, options)) if isinstance(leaf, Tensor)]
@@ -77,7 +75,7 @@ class HostActivations:
         return output
 
     def rehearse(self) -> None:
-        """Take tensors without memory for those of a GPU, and let host memory be on the meta device, apart from them."""
+        """Take tensors without memory for those of a GPU, and let host memory be on the meta device, not with them."""
         self.memory, self._rehearsed = HostMemory("meta"), True
 
     def smallest(self, device: torch.device) -> int:

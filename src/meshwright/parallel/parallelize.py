@@ -1,8 +1,8 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
 Order: pipeline, products in 8 bits, tensor parallel, context parallel, expert parallel, compilation, recompute, host
-memory, precision, data parallel. A model on the meta device stays there, so that each rank can give memory to its own part; one
-with weights keeps those of rank 0.
+memory, precision, data parallel. A model on the meta device stays there, so that each rank can give memory to its own
+part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations

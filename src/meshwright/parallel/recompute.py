@@ -50,9 +50,7 @@ _KEPT = {
 }
 
 
-def apply(
-    blocks: Sequence[nn.Module], recompute: str, draws: bool = True, host: HostActivations | None = None
-) -> None:
+def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True, host: HostActivations | None = None) -> None:
     """Arrange it for the layers of a model; `draws` says whether they draw random numbers, to be drawn again alike.
 
     With `host`, what selective keeps goes there.
