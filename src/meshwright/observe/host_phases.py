@@ -38,6 +38,9 @@ class Phases(Protocol):
     def settle(self) -> None:
         """Wait until all steps that have ended are known."""
 
+    def close(self) -> None:
+        """Take no more times."""
+
 
 class HostPhases:
     """Phases by what the pulse adds up."""
@@ -83,6 +86,9 @@ class HostPhases:
 
     def settle(self) -> None:
         """All is known at once."""
+
+    def close(self) -> None:
+        """Nothing to do: the pulse adds up in any case."""
 
     def _note(self, phase: str, now: float) -> None:
         self._timeline.append((phase, now))

@@ -156,6 +156,9 @@ class _Recording:
     def close(self) -> None:
         """Always, at the end."""
         self._profiling.drop()
+        self._phases.close()
+        if self._look_at_gradients in self._pulse.listeners:
+            self._pulse.listeners.remove(self._look_at_gradients)
         self._writer.close()
         self._memory.close()
 
