@@ -55,12 +55,12 @@ class HostPhases:
     def begin(self) -> None:
         """The first step begins here; what came before does not count."""
         self._began = time.monotonic()
-        self._spent = self._pulse.spent(self._began)
+        self._spent = self._pulse.spent_until(self._began)
 
     def end_step(self, step: int) -> None:
         """A step ends here."""
         now = time.monotonic()
-        spent = self._pulse.spent(now)
+        spent = self._pulse.spent_until(now)
         phases = {
             name: after - before
             for name, before, after in zip(PHASES, self._spent, spent, strict=True)
