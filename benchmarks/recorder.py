@@ -28,8 +28,9 @@ MOST = 0.005
 
 def train(folder: Path, strategy: str, steps: int, samples: int, every: int) -> list[list[dict[str, Any]]]:
     """The lines of both ranks."""
+    run = folder / strategy.replace(" ", "-")
     overrides = {
-        "run.dir": folder / strategy.replace(" ", "-"),
+        "run.dir": run,
         "data.path": folder / "corpus",
         "parallel.strategy": strategy,
         "train.steps": steps,
@@ -43,7 +44,7 @@ def train(folder: Path, strategy: str, steps: int, samples: int, every: int) -> 
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
-    paths = [overrides["run.dir"] / "ranks" / f"{rank:05d}.jsonl" for rank in range(2)]
+    paths = [run / "ranks" / f"{rank:05d}.jsonl" for rank in range(2)]
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 
