@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
-from torch._C._autograd import DeviceType
+from torch._C._autograd import DeviceType, _profiler_enabled
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -58,6 +58,7 @@ __all__ = [
     "group_members",
     "in_backward",
     "is_on_gpu",
+    "is_profiling",
     "is_shard",
     "parameters_of",
     "prepare_compiler",
@@ -187,6 +188,11 @@ def profiled_events(profile: torch.profiler.profile) -> list[Any]:
     assert profile.profiler is not None
     found: Any = profile.profiler.kineto_results
     return list(found.events())
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch's runs in this thread; a second one would take its place."""
+    return bool(_profiler_enabled())
 
 
 def is_on_gpu(event: Any) -> bool:

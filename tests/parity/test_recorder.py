@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshwright.config import load_config
 from meshwright.estimate.state import state_bytes
@@ -266,6 +268,23 @@ def test_steps_that_others_profile_are_left_to_them(pool: RankPool, corpus: Path
     for rank in range(2):
         assert [step for step, line in run.steps(rank).items() if line.get("profiled")] == [5, 9, 10]
     assert len(list((tmp_path / "run/profile").glob("*.trace.json.gz"))) == 2
+
+
+def train_under_another_profiler(world: World, overrides: list[str]) -> None:
+    # As the recorder does it for its own: torch would tell of every start.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        Trainer(load_config(None, overrides), world).train()
+    assert world.pulse.listeners == []
+    assert any(event.key == "aten::mm" for event in profile.key_averages())
+
+
+def test_a_profiler_of_ones_own_is_left_alone(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    overrides = [*SETTINGS, f"data.path={corpus}", f"run.dir={tmp_path / 'run'}", "train.steps=7"]
+    pool.run(train_under_another_profiler, 1, overrides)
+    steps = [line for line in read(tmp_path / "run/ranks/00000.jsonl") if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == list(range(1, 8))
+    assert not any(line.get("profiled") for line in steps)
 
 
 def test_without_profiles_steps_are_recorded_all_the_same(pool: RankPool, corpus: Path, tmp_path: Path) -> None:

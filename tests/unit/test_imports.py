@@ -39,6 +39,7 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['verify', '--model', 'tiny', '--parallel', 'dp=1 tp=3'])",
         "import meshwright.training.job, meshwright.data.prepare",
         "import meshwright.elastic.watchdog",
+        "import meshwright.observe.breakdown, meshwright.observe.issued, meshwright.observe.step_spans",
         "import meshwright.cli.checkpoint, meshwright.checkpoint.checked, meshwright.checkpoint.retention",
         "import meshwright; meshwright.plan('tiny', '2xh100')",
         "from meshwright.cli.main import main; main(['plan', '--model', 'tiny', '--cluster', '8xh100', '--json'])",

@@ -16,7 +16,7 @@ from meshwright.observe.step_profile import StepProfile
 from meshwright.observe.step_spans import Span, spans_of
 from meshwright.parallel.mesh import Mesh, axes_of
 from meshwright.profile_steps import wanted
-from meshwright.torch_private import group_members
+from meshwright.torch_private import group_members, is_profiling
 from meshwright.training.loop import TrainingLoop
 
 FIRST = 5
@@ -57,13 +57,16 @@ class Profiling:
         return in_turn and not (wanted(self._on_demand, step) or wanted(self._on_demand, step + 1))
 
     def begin(self, trainer: TrainingLoop) -> None:
-        """The step that begins here is profiled."""
+        """The step that begins here is profiled, unless whoever trains has a profiler of their own running."""
+        if is_profiling():
+            return
+        self._phases.begin_timeline()
         try:
             profile = StepProfile(trainer.world.device, *_groups(trainer))
-            self._phases.begin_timeline()
             self._pulse.waits = []
             profile.start()
         except Exception as error:
+            self._phases.end_timeline()
             self._give_up(error)
         else:
             self._running = profile
