@@ -21,6 +21,7 @@ from meshwright.limits import limit_reached
 VERBS = {
     "plan": "which strategy for a model on some machines: does it fit, how fast, and why",
     "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
+    "watch": "show a run from its folder while it goes on, or afterwards; write its timeline",
     "rendezvous": "serve the store where the machines of a run on several of them meet",
     "verify": "prove on this machine's CPU that a model under a strategy computes what one device computes",
     "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",
