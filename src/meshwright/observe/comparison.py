@@ -57,8 +57,9 @@ def compare(
     """From plan.json, the metrics, and what each rank with its coordinates has recorded."""
     expected, measured = _object(plan.get("expected")), _object(plan.get("measured"))
     memory = _object(expected.get("memory"))
-    holds = [(_held(record), coordinates, record) for coordinates, record in ranks if _held(record)]
-    peak, coordinates, record = max(holds, key=lambda one: one[0], default=(None, {}, None))
+    holds = [(held, coordinates, record) for coordinates, record in ranks if (held := _held(record)) is not None]
+    fullest = max(holds, key=lambda one: one[0], default=None)
+    peak, coordinates, record = fullest if fullest is not None else (None, {}, None)
     written = number(measured.get("peak_gib"))
     peak = written * GIB if written is not None else peak
     stage = _stage(memory, coordinates.get("pp"))

@@ -61,7 +61,7 @@ def pipeline_view(strategy: Strategy, plan: Line, spans: Mapping[int, Line]) -> 
     drawn = min(micro, max(MOST_DRAWN, strategy.pp))
     whole = simulate(make_program(strategy.schedule, strategy.pp, micro), cost)
     shown = whole if drawn == micro else simulate(make_program(strategy.schedule, strategy.pp, drawn), cost)
-    rows = [[(a.kind, a.stage, a.micro, start, end) for a, start, end in row] for row in shown.spans]
+    rows: list[Row] = [[(a.kind, a.stage, a.micro, start, end) for a, start, end in row] for row in shown.spans]
     step = number(next(iter(spans.values())).get("step")) if measured is not None else None
     return PipelineView(
         schedule=strategy.schedule,
@@ -78,11 +78,9 @@ def pipeline_view(strategy: Strategy, plan: Line, spans: Mapping[int, Line]) -> 
 
 def _micro_batches(strategy: Strategy, plan: Line) -> int:
     """How many micro-batches a step has, by the plan; 0 where it does not say."""
-    expected, question = plan.get("expected"), plan.get("question")
-    if not isinstance(expected, dict) or not isinstance(question, dict):
-        return 0
-    batches, micro_batch = question.get("batches"), expected.get("micro_batch")
-    if not isinstance(batches, list) or not isinstance(micro_batch, int) or micro_batch < 1:
+    question, micro_batch = plan.get("question"), plan.get("micro_batch")
+    batches = question.get("batches") if isinstance(question, dict) else None
+    if not isinstance(batches, list) or not batches or not (micro_batch is None or isinstance(micro_batch, int)):
         return 0
     try:
         return min(4096, strategy.micro_steps(max(int(one) for one in batches), micro_batch))
