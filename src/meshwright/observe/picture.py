@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.observe.curves import number
+from meshwright.observe.event_words import plain, sentence
 from meshwright.observe.goodput import Goodput
 from meshwright.observe.rank_bar import bar, legend, scale, sparkline
 from meshwright.observe.view import Rank, View
@@ -33,9 +34,14 @@ STATE_STYLES = {
     "alive": "green",
     "lost": "bold red",
 }
-EVENT_STYLES = {"failed": "red", "hang": "red", "straggler": "yellow", "restarted": "green", "finished": "green"}
-BESIDE = ("time", "event", "step", "text", "report")
-"""Facts of an event that are not shown as such."""
+EVENT_STYLES = {
+    "failed": "red",
+    "hang": "red",
+    "straggler": "yellow",
+    "restarted": "green",
+    "rollback": "yellow",
+    "finished": "green",
+}
 
 
 @dataclass(frozen=True)
@@ -45,11 +51,6 @@ class Shown:
     view: View
     model: str
     goodput: Goodput | None
-
-
-def plain(text: object) -> str:
-    """Text from a file, without characters that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
 def clock(seconds: float) -> str:
@@ -101,7 +102,7 @@ def draw(shown: Shown, width: int, height: int | None) -> RenderableType:
     if view.ranks:
         parts += _table(view, count, width)
         used += count + 2
-    parts.append(_rule("latest events", width))
+    parts.append(_rule("latest events" if height is None else "latest events (q: leave)", width))
     left = 10 if height is None else max(1, height - used - 1)
     parts += _events(view, left, width)
     return Group(*parts)
@@ -171,14 +172,14 @@ def _shares(shown: Shown, width: int) -> list[Text]:
     if shown.goodput is not None and shown.goodput.wall_s > 0:
         rest = [(name, share) for name, share in shown.goodput.losses() if share >= 0.005]
         words = ", ".join(f"{WORDS_OF_PARTS.get(name, name)} {share:.0%}" for name, share in rest[:6])
-        text = f"goodput   {shown.goodput.share:>9.0%}  of {clock(shown.goodput.wall_s)}" + (f"; {words}" * bool(words))
-        found.append(_line(Text(text), width))
+        whole = f"goodput   {shown.goodput.share:>9.0%}  of {clock(shown.goodput.wall_s)}"
+        found.append(_line(Text(whole + (f"; {words}" if words else "")), width))
     share = efficiency(shown.view)
     if share is not None:
         style = "green" if share >= GOAL else "yellow"
         text = Text(f"computing {share:>9.0%}  ")
-        text.append(scale(share, 25, GOAL), style)
-        text.append(f"  of computing and exposed communication; goal {GOAL:.0%}", "dim")
+        text.append(scale(share, 20, GOAL), style)
+        text.append(f"  goal {GOAL:.0%}; else exposed communication", "dim")
         found.append(_line(text, width))
     return found
 
@@ -204,13 +205,13 @@ def _table(view: View, count: int, width: int) -> list[RenderableType]:
     chosen = view.ranks if count >= len(view.ranks) else worst_first(view.ranks)[:count]
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, width=width, header_style="dim")
     wide = width >= 110
-    room = max(10, min(60, width - (74 if wide else 52)))
+    room = max(10, min(60, width - (76 if wide else 56)))
     for title, style in (("rank", ""), ("place", "dim"), ("state", "")):
         table.add_column(title, style=style, no_wrap=True)
     table.add_column("a step's time", width=room, no_wrap=True)
     for title in ("tokens/s", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("", ratio=1, no_wrap=True, overflow="ellipsis")
+    table.add_column("slow in", ratio=1, no_wrap=True, overflow="ellipsis")
     names: set[str] = set()
     for rank in chosen:
         parts = rank.record.mean_parts()
@@ -272,7 +273,7 @@ def _mark(rank: Rank, wide: bool) -> Text:
     if slow is None:
         return Text("")
     factor = number(slow.get("relative")) or number(slow.get("own"))
-    words = f"slow: {plain(slow.get('phase'))}" + (f" x{factor:.1f}" if factor else "")
+    words = plain(slow.get("phase")) + (f" x{factor:.1f}" if factor else "")
     if wide and (host := rank.record.start.get("host")):
         words += f" on {plain(host)}"
     return Text(words, "bold yellow")
@@ -292,21 +293,3 @@ def _when(event: Mapping[str, Any]) -> str:
     return (
         time.strftime("%H:%M:%S", time.localtime(moment)) if moment is not None and 0 <= moment < 1e11 else "--:--:--"
     )
-
-
-def sentence(event: Mapping[str, Any]) -> str:
-    """An event in one line: its kind, its step, and the facts."""
-    words = [plain(event["event"])]
-    if "step" in event:
-        words.append(f"at step {plain(event['step'])}")
-    facts = [f"{plain(name)} {_fact(value)}" for name, value in event.items() if name not in BESIDE and _telling(value)]
-    said = plain(event["text"]) if isinstance(event.get("text"), str) else ", ".join(facts)
-    return " ".join(words) + (f": {said}" if said else "")
-
-
-def _telling(value: object) -> bool:
-    return isinstance(value, str | int | float) and value != ""
-
-
-def _fact(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else plain(value)

@@ -30,7 +30,8 @@ STYLES = {
     "bubble": "white on magenta",
     "optimizer": "white on blue",
 }
-WORDS = {"communication": "communication", "bubble": "pipeline bubble", "checkpoint": "saving"}
+WORDS = {"communication": "exposed", "checkpoint": "saving"}
+"""What parts are called where their own name is long or says less."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -65,7 +66,7 @@ def legend(names: Sequence[str]) -> Text:
     for name in LETTERS:
         if name in names and name != "unattributed":
             text.append(LETTERS[name], STYLES.get(name, "dim"))
-            text.append(f" {WORDS.get(name, name)}  ", "dim")
+            text.append(f" {WORDS.get(name, name)} ", "dim")
     return text
 
 

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.live import Live
 
 from meshwright.errors import UserError
+from meshwright.observe.event_words import plain, sentence
 from meshwright.observe.goodput import Goodput, goodput
-from meshwright.observe.picture import Shown, clock, draw, efficiency, plain, sentence
+from meshwright.observe.picture import Shown, clock, draw, efficiency
 from meshwright.observe.view import RunView, View
 
 OVER = ("finished", "stopped", "failed")
@@ -162,17 +163,17 @@ def _ending_on_signals() -> Iterator[None]:
         raise SystemExit(128 + number)
 
     previous: dict[int, Any] = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for ending in (signal.SIGTERM, signal.SIGHUP):
         with suppress(ValueError):  # Only a main thread may.
-            previous[number] = signal.signal(number, leave)
+            previous[ending] = signal.signal(ending, leave)
     try:
         yield
     except KeyboardInterrupt:
         # Ctrl-C is how one leaves, and no fault.
         pass
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for ended, handler in previous.items():
+            signal.signal(ended, handler)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`meshwright watch RUN --trace FILE`: the timeline of a run's profiled steps, from the files of its ranks. No torch."""
+"""`meshwright watch RUN --trace FILE`: a timeline of profiled steps, from the files of the ranks. No torch."""
 
 from __future__ import annotations
 
