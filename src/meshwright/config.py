@@ -303,6 +303,8 @@ class ElasticSection(_Section):
 class ObserveSection(_Section):
     log_every: int = free(10, ge=1)
     """Steps between lines on the console when it is not a terminal."""
+    straggler_every: int = free(20, ge=0)
+    """Steps after which ranks compare what they spend on themselves, to name slow ones; 0 is never."""
     tensorboard: bool = free(True)
     """Write TensorBoard files to DIR/tensorboard."""
     ledger: bool = free(False)

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
+
+from meshwright.observe.curves import number
+from meshwright.observe.rank_files import parts_of
 
 PARTS = (
     "progress",
@@ -97,7 +100,7 @@ def goodput(
 
     `began` is when its first process began, where that is known; `now` is given for a run that still goes on.
     """
-    ranks = ranks or {}
+    lines = {rank: _step_lines(those) for rank, those in (ranks or {}).items()}
     told = _timed(events)
     entries = sorted([*_steps(told, metrics), *told], key=lambda entry: entry[0])
     if not entries:
@@ -105,38 +108,69 @@ def goodput(
     first = entries[0][0]
     account = _Account(cursor=min(first, began) if began is not None else first)
     begin = account.cursor
-    _walk(account, entries, ranks, now)
-    account.parts["checkpoint"] = min(account.parts["unknown"], _stalls(account, ranks))
+    _walk(account, entries, lines, now)
+    account.parts["checkpoint"] = min(account.parts["unknown"], _stalls(account, lines))
     account.parts["unknown"] -= account.parts["checkpoint"]
-    _split_progress(account.parts, metrics, ranks)
+    _split_progress(account.parts, metrics, lines)
     wall = account.cursor - begin - account.away_s
     return Goodput(wall, account.parts, account.away_s, account.restarts, account.lost_steps)
 
 
-def _timed(events: Sequence[Line]) -> list[tuple[float, str, Line]]:
-    return [(float(event["time"]), str(event["event"]), event) for event in events if _number(event.get("time"))]
+class _RankStep(NamedTuple):
+    """What a rank has recorded of a step."""
+
+    step: int
+    time: float
+    seconds: float
+    parts: dict[str, float]
+    profiled: bool
 
 
-def _steps(events: Sequence[tuple[float, str, Line]], metrics: Sequence[Line]) -> list[tuple[float, str, Line]]:
+def _step_lines(lines: Iterable[Line]) -> list[_RankStep]:
+    return [
+        _RankStep(
+            int(_fact(line, "step")),
+            _fact(line, "time"),
+            _fact(line, "seconds"),
+            {name: max(0.0, seconds) for name, seconds in parts_of(dict(line)).items()},
+            line.get("profiled") is True,
+        )
+        for line in lines
+        if line.get("kind") == "step" and _fact(line, "seconds") > 0
+    ]
+
+
+def _fact(line: Line, name: str) -> float:
+    """A number of a line, which is never less than nothing; 0 where it is none, or beyond all reason."""
+    found = number(line.get(name))
+    return found if found is not None and 0 <= found < 1e12 else 0.0
+
+
+_Entry = tuple[float, str, Line]
+"""When, what, and the facts."""
+
+
+def _timed(events: Sequence[Line]) -> list[_Entry]:
+    return [(_fact(event, "time"), str(event.get("event")), event) for event in events if _fact(event, "time")]
+
+
+def _steps(events: Sequence[_Entry], metrics: Sequence[Line]) -> list[_Entry]:
     """Steps with the time at which they ended; where they do not tell it, one after the other since the start."""
-    starts = [(int(facts.get("step", 0)), when) for when, kind, facts in events if kind in ("started", "resumed")]
-    found: list[tuple[float, str, Line]] = []
+    starts = [(int(_fact(facts, "step")), when) for when, kind, facts in events if kind in ("started", "resumed")]
+    found: list[_Entry] = []
     time = starts[0][1] if starts else 0.0
     for line in metrics:
-        if not _number(line.get("step")) or not _number(line.get("step_s")):
+        if not _fact(line, "step") or not _fact(line, "step_s"):
             continue
         begun = [when for step, when in starts if step == line["step"] - 1]
-        time = max([time, *begun]) + line["step_s"] + line.get("eval_s", 0.0)
-        time = float(line["time"]) if _number(line.get("time")) else time
+        time = max([time, *begun]) + _fact(line, "step_s") + _fact(line, "eval_s")
+        time = _fact(line, "time") or time
         found.append((time, "step", line))
     return found
 
 
 def _walk(
-    account: _Account,
-    entries: Sequence[tuple[float, str, Line]],
-    ranks: Mapping[int, Sequence[Line]],
-    now: float | None,
+    account: _Account, entries: Sequence[_Entry], ranks: Mapping[int, Sequence[_RankStep]], now: float | None
 ) -> None:
     """Go through a run and deal out its time, but for what is inside of steps."""
     # What time goes to that no step claims: a start, a failure, or nothing that is known.
@@ -144,7 +178,8 @@ def _walk(
     done_before: int | None = None
     for time, kind, facts in entries:
         if kind == "step":
-            account.take(time, [("progress", facts["step_s"]), ("evaluation", facts.get("eval_s", 0.0))], claim)
+            wanted = [("progress", _fact(facts, "step_s")), ("evaluation", _fact(facts, "eval_s"))]
+            account.take(time, wanted, claim)
             claim, running, ended = "unknown", True, False
         elif kind in ("started", "resumed"):
             if ended:
@@ -154,26 +189,26 @@ def _walk(
             elif running or claim == "restart":
                 # Where nobody has told of a failure, the launcher itself was gone.
                 account.restarts += 1
-                steps, seconds = _lost(int(facts.get("step", 0)), (account.cursor, time), done_before, entries, ranks)
+                steps, seconds = _lost(int(_fact(facts, "step")), (account.cursor, time), done_before, entries, ranks)
                 account.lost_steps += steps
                 account.take(time, [("replayed", seconds)], "restart")
                 claim = "restart"
             running, ended, done_before = True, False, None
         elif kind == "failed":
-            step = int(facts["step"]) if _number(facts.get("step")) else 0
+            step = int(_fact(facts, "step"))
             done_before = step if facts.get("phase") in _AFTER_THE_STEP else step - 1
             claim, ended = "restart", False
         elif kind == "rollback":
-            account.lost_steps += max(0, int(facts.get("step", 0)) - int(facts.get("to", 0)))
-            account.take(time - float(facts.get("seconds", 0.0)), [], "replayed")
+            account.lost_steps += max(0, int(_fact(facts, "step") - _fact(facts, "to")))
+            account.take(time - _fact(facts, "seconds"), [], "replayed")
             account.take(time, [], "restart")
             claim = "restart"
         elif kind in ("stopped", "finished"):
             account.take(time, [], "unknown")
             again = str(facts.get("reason")) in GOES_ON
             claim, ended = "restart" if again else "unknown", not again
-        elif kind == "checkpoint" and _number(facts.get("stalled_s")):
-            account.stalls_s += float(facts["stalled_s"])
+        elif kind == "checkpoint":
+            account.stalls_s += _fact(facts, "stalled_s")
     if not ended:
         account.take(max(entries[-1][0], now or 0.0), [], claim)
 
@@ -182,42 +217,35 @@ def _lost(
     resumed: int,
     window: tuple[float, float],
     done_before: int | None,
-    entries: Sequence[tuple[float, str, Line]],
-    ranks: Mapping[int, Sequence[Line]],
+    entries: Sequence[_Entry],
+    ranks: Mapping[int, Sequence[_RankStep]],
 ) -> tuple[int, float]:
     """How many steps after the one resumed from were done in a window of time, and how long that took."""
     told = [
-        [line["seconds"] for line in _step_lines(lines) if line["step"] > resumed and _within(line, window)]
-        for lines in ranks.values()
+        [line.seconds for line in lines if line.step > resumed and _within(line, window)] for lines in ranks.values()
     ]
     if any(told):
         return max(map(len, told)), fmean(map(sum, told))
     steps = max(0, (done_before or 0) - resumed)
-    typical = [facts["step_s"] for _, kind, facts in entries if kind == "step"]
+    typical = [_fact(facts, "step_s") for _, kind, facts in entries if kind == "step"]
     return steps, steps * median(typical) if typical else 0.0
 
 
-def _within(line: Line, window: tuple[float, float]) -> bool:
+def _within(line: _RankStep, window: tuple[float, float]) -> bool:
     """Whether a step ended in a window; clocks of files may be a moment apart."""
-    return window[0] + 0.5 * line["seconds"] < line.get("time", 0.0) < window[1]
+    return window[0] + 0.5 * line.seconds < line.time < window[1]
 
 
-def _step_lines(lines: Iterable[Line]) -> list[Line]:
-    return [line for line in lines if line.get("kind") == "step" and _number(line.get("seconds"))]
-
-
-def _stalls(account: _Account, ranks: Mapping[int, Sequence[Line]]) -> float:
+def _stalls(account: _Account, ranks: Mapping[int, Sequence[_RankStep]]) -> float:
     """Seconds in which saves held up the steps: as ranks have measured it, else as the saves say themselves."""
-    measured = [
-        sum(line.get("parts", {}).get("checkpoint", 0.0) for line in _step_lines(lines)) for lines in ranks.values()
-    ]
+    measured = [sum(line.parts.get("checkpoint", 0.0) for line in lines) for lines in ranks.values()]
     return max([account.stalls_s, *measured])
 
 
-def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Mapping[int, Sequence[Line]]) -> None:
+def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Mapping[int, Sequence[_RankStep]]) -> None:
     """Take out of the time of steps what they waited: the mean over ranks, of unprofiled steps as of profiled ones."""
-    lines = [line for of_rank in ranks.values() for line in _step_lines(of_rank) if line.get("parts")]
-    profiled = [line for line in lines if line.get("profiled")]
+    lines = [line for of_rank in ranks.values() for line in of_rank if line.parts]
+    profiled = [line for line in lines if line.profiled]
     progress = parts["progress"]
     shares = {
         "data": _share("data", lines),
@@ -225,7 +253,7 @@ def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Map
         "bubble": _share("bubble", profiled),
     }
     if not profiled:
-        idle = [line["pipeline_idle"] for line in metrics if _number(line.get("pipeline_idle"))]
+        idle = [min(1.0, _fact(line, "pipeline_idle")) for line in metrics if "pipeline_idle" in line]
         passes = _share("forward", lines) + _share("backward", lines) if lines else 1.0
         shares["bubble"] = passes * fmean(idle) if idle else 0.0
     scale = min(1.0, 1 / max(sum(shares.values()), 1e-9))
@@ -235,11 +263,7 @@ def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Map
     parts["progress"] = max(0.0, parts["progress"])
 
 
-def _share(part: str, lines: Sequence[Line]) -> float:
+def _share(part: str, lines: Sequence[_RankStep]) -> float:
     """The share of a part in the time of steps, without what comes after the update."""
-    total = sum(line["seconds"] - sum(line["parts"].get(name, 0.0) for name in _BESIDE) for line in lines)
-    return max(0.0, sum(line["parts"].get(part, 0.0) for line in lines) / total) if total > 0 else 0.0
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and value == value
+    total = sum(line.seconds - sum(line.parts.get(name, 0.0) for name in _BESIDE) for line in lines)
+    return min(1.0, sum(line.parts.get(part, 0.0) for line in lines) / total) if total > 0 else 0.0
