@@ -303,8 +303,6 @@ class ElasticSection(_Section):
 class ObserveSection(_Section):
     log_every: int = free(10, ge=1)
     """Steps between lines on the console when it is not a terminal."""
-    straggler_every: int = free(20, ge=0)
-    """Steps after which ranks compare what they spend on themselves, to name slow ones; 0 is never."""
     tensorboard: bool = free(True)
     """Write TensorBoard files to DIR/tensorboard."""
     ledger: bool = free(False)
@@ -315,6 +313,8 @@ class ObserveSection(_Section):
     """Prompt that the model continues on the console at the end of the run."""
     sample_tokens: int = free(200, gt=0)
     """Length of that continuation."""
+    straggler_every: int = free(20, ge=0)
+    """Steps after which ranks compare what they spend on themselves, to name slow ones; 0 is never."""
 
 
 class RunConfig(_Section):
