@@ -303,6 +303,8 @@ class ElasticSection(_Section):
 class ObserveSection(_Section):
     log_every: int = free(10, ge=1)
     """Steps between lines on the console when it is not a terminal."""
+    profile_every: int = free(50, ge=0)
+    """Steps between two that run under a profiler, for what is in DIR/ranks; 0 is never."""
     tensorboard: bool = free(True)
     """Write TensorBoard files to DIR/tensorboard."""
     ledger: bool = free(False)

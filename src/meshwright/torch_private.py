@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
+from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -49,9 +50,11 @@ __all__ = [
     "graph_breaks",
     "group_members",
     "in_backward",
+    "is_on_gpu",
     "is_shard",
     "parameters_of",
     "prepare_compiler",
+    "profiled_events",
     "reduce_gradients",
     "reduce_scatter",
     "replicate",
@@ -162,6 +165,18 @@ _RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_ncc
 def flight_records(with_entries: bool) -> list[dict[str, Any]]:
     """What torch's recorders of collectives know: `pg_status` of each group and, where wanted, the last `entries`."""
     return [json.loads(dump(includeCollectives=with_entries)) for dump in _RECORDERS]
+
+
+def profiled_events(profile: torch.profiler.profile) -> list[Any]:
+    """What a profile that was stopped has seen, as kineto has it: a tenth of the time that torch's own lists take."""
+    assert profile.profiler is not None
+    found: Any = profile.profiler.kineto_results
+    return list(found.events())
+
+
+def is_on_gpu(event: Any) -> bool:
+    """Whether what the profiler has seen happened on a GPU."""
+    return bool(event.device_type() == DeviceType.CUDA)
 
 
 # 2.13 has new names for them and warns of the old ones.

@@ -24,6 +24,7 @@ from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
 from meshwright.observe.ledger import Ledger
 from meshwright.observe.plan_file import PlanFile
+from meshwright.observe.recorder import Recorder
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
 from meshwright.observe.tensorboard import TensorBoard
@@ -45,11 +46,11 @@ from meshwright.training.run_folder import RunFolder
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    saves = SaveCheckpoints()
+    saves, recorder = SaveCheckpoints(), Recorder()
     hooks: list[Hook] = [Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover(), CheckReplicas()]
     if config.observe.ledger:
         hooks.append(Ledger())
-    hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]
+    hooks += [Evaluate(), EarlyStop(), saves.progress, recorder.metrics, Records()]
     if config.parallel.retune:
         hooks.append(Retune())
     if config.observe.tensorboard:
@@ -59,8 +60,9 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     hooks += [Console(), PlanFile()]
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
-    # Last, so that it is the first at the end: what others say then is said of a run that is saved.
-    return [*hooks, saves]
+    # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
+    # it all.
+    return [*hooks, saves, recorder]
 
 
 class Trainer(TrainingLoop):

@@ -118,16 +118,17 @@ class TrainingStep:
         # Filled in, not copied from here: a copy would wait for all that the device has to do.
         asked = torch.full((), float(asked_to_stop), dtype=losses.dtype, device=losses.device)
         own = torch.stack((losses.sum(), asked, norm.to(losses.device)))
-        agreed = self.sum(own)
+        agreed = self.sum(torch.cat((own, self._by_replica(own[0]))))
         numbers = OnItsWay(torch.cat((agreed, norm.to(losses)[None])))
         clip = self.config.train.grad_clip
         at_once = updates_on_device(self.optimizer, self.world.device)
         if at_once:
             fault = pulse.enter("optimizer")
             update_if_fit(self.optimizer, unfit(agreed[0], agreed[2], self.guard.limits()), norm, clip, scale)
-        mean_loss, requests, norms, self.own_norm = numbers.read()
+        mean_loss, requests, norms, *by_replica, self.own_norm = numbers.read()
         tokens = int(valid)
         metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": self.own_norm, "lr": rate, "tokens": tokens}
+        metrics["loss_max"] = self._highest(by_replica, mean_loss)
         # A smaller scale answers gradients that overflow; a loss that does has nothing to do with it.
         overflows = math.isfinite(mean_loss) and not self.loss_scale.accept(norms) and not exhausted
         verdict = Verdict(learn=False) if overflows else self.guard.judge(mean_loss, norms)
@@ -141,6 +142,20 @@ class TrainingStep:
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
         return self._complete(metrics, verdict, scale) | {"stop": requests}
+
+    def _by_replica(self, loss: Tensor) -> Tensor:
+        """This rank's share of the loss in the place of its data replica, so that a sum tells those of all."""
+        if self.strategy.dp == 1:
+            return loss.new_empty(0)
+        places = loss.new_zeros(self.strategy.dp)
+        places[self.data_rank] = loss
+        return places
+
+    def _highest(self, by_replica: Sequence[float], mean: float) -> float:
+        """The largest mean loss of a data replica, each of which has its part of the whole batch's loss."""
+        shares, all_shares = self.strategy.data_shares, self.strategy.all_shares
+        means = [part * all_shares / share for part, share in zip(by_replica, shares, strict=bool(by_replica))]
+        return max(means, default=mean) if all(map(math.isfinite, means)) else math.nan
 
     def _forward_backward(self, batch: dict[str, Tensor], scale: float) -> Tensor:
         """The passes of a step; gives how many targets of the whole batch count."""
