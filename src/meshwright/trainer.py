@@ -27,6 +27,7 @@ from meshwright.observe.plan_file import PlanFile
 from meshwright.observe.recorder import Recorder
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
+from meshwright.observe.straggler_watch import StragglerWatch
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
@@ -61,8 +62,8 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
     # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
-    # it all.
-    return [*hooks, saves, recorder]
+    # it all, and who compares these times.
+    return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps)]
 
 
 class Trainer(TrainingLoop):
