@@ -19,7 +19,7 @@ def window(
         kind = rank * kinds // ranks
         factor = all_slower * (1 + kind)
         seconds = {phase: usual * factor * (slow or {}).get((rank, phase), 1.0) for phase, usual in USUAL.items()}
-        told.append(Sections(rank, seconds, 4.0 * all_slower, f"stage {kind}", "host"))
+        told.append(Sections(rank, seconds, 2.0 * all_slower, f"stage {kind}", "host"))
     return told
 
 

@@ -16,7 +16,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint")
 """The phases that are judged."""
 THRESHOLD = 0.75
 """The score below which a phase is slow: what it should take, by what it took."""
-MATTERS = 0.05
+MATTERS = 0.1
 """The share of a step that slowness must cost; less is noise of phases that take next to nothing."""
 NEEDED, WINDOWS = 2, 3
 """A rank is named that was slow in so many of the last windows, and no longer one that was not."""

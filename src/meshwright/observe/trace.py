@@ -41,10 +41,9 @@ class RankSpans:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
 
-    @property
-    def title(self) -> str:
-        """The rank with its place among the others."""
-        place = " ".join(f"{axis}{index}" for axis, index in self.coordinates.items())
+    def title(self, axes: Iterable[str]) -> str:
+        """The rank with its place on the axes that have more than one."""
+        place = " ".join(f"{axis}{index}" for axis, index in self.coordinates.items() if axis in axes)
         return f"rank {self.rank}" + (f" ({place})" if place else "") + (f" on {self.host}" if self.host else "")
 
 
@@ -115,9 +114,10 @@ def trace_events(ranks: Sequence[RankSpans]) -> dict[str, Any]:
     errors = clock_errors(ranks)
     begin = min((span.start - errors[rank.host] for rank in ranks for span in rank.spans), default=0.0)
     events: list[dict[str, Any]] = []
+    axes = {axis for rank in ranks for axis, index in rank.coordinates.items() if index}
     for rank in sorted(ranks, key=lambda one: one.rank):
         shift = -errors[rank.host] - begin
-        events.append(_word("process_name", rank.rank, 0, name=rank.title))
+        events.append(_word("process_name", rank.rank, 0, name=rank.title(axes)))
         events.append(_word("process_sort_index", rank.rank, 0, sort_index=rank.rank))
         for place, thread in enumerate(THREADS):
             lanes = _lanes([span for span in [*rank.spans, *_idle(rank.spans)] if _thread(span.category) == thread])

@@ -212,6 +212,8 @@ def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, lis
             failures.setdefault(rank, []).append(event)
         elif event["event"] == "straggler" and (begun is None or (number(event.get("time")) or 0.0) >= begun):
             slow[rank] = event
+        elif event["event"] == "straggler_cleared" and slow.get(rank, {}).get("phase") == event.get("phase"):
+            slow.pop(rank, None)
     return failures, slow
 
 
