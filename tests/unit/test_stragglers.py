@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.observe.own_time import alone_in, own_seconds
 from meshwright.observe.stragglers import PHASES, Sections, Slow, Stragglers, sentence
+from meshwright.strategy import Strategy
 
 USUAL = {"data": 0.01, "forward": 0.3, "backward": 0.6, "reduce": 0.02, "optimizer": 0.1}
 
@@ -116,3 +118,30 @@ def test_all_judged_phases_have_a_name() -> None:
     assert sentence(Slow(3, "", "forward", 2.5, 2.4, 0.25)) == (
         "rank 3 is slow in forward: 2.5 times the other ranks, 2.4 times its own best, 0.25 s a step too long"
     )
+
+
+def test_a_named_rank_does_not_come_and_go_with_the_rest_of_the_step() -> None:
+    judge, bad = Stragglers(), {"forward": 0.4}
+    told = [Sections(0, {"forward": 0.1}, 2.0), Sections(1, bad, 2.0)]
+    assert named(judge, told, told) == {(1, "forward")}
+    # The same slowness in steps that take longer.
+    longer = [Sections(0, {"forward": 0.1}, 5.0), Sections(1, bad, 5.0)]
+    assert named(judge, longer, longer, longer) == {(1, "forward")}
+    assert not named(Stragglers(), longer, longer, longer)
+
+
+def test_own_time_is_known_where_nobody_waits_and_elsewhere_from_profiles() -> None:
+    plain = alone_in(Strategy.parse("zero=0", 2))
+    assert plain == {"data", "forward", "optimizer"}
+    assert alone_in(Strategy.parse("zero=1", 2)) == {"data", "forward"}
+    assert alone_in(Strategy.parse("zero=3", 2)) == {"data", "optimizer"}
+    assert alone_in(Strategy.parse("tp=2", 2)) == {"data", "optimizer"}
+    assert alone_in(Strategy.parse("pp=2", 2)) == {"data"}
+    assert alone_in(Strategy.parse("zero=0", 2), counts_targets=True) == {"data", "optimizer"}
+    lines = [{"parts": {"data": 1.0, "forward": 2.0, "backward": 9.0}} for _ in range(5)]
+    lines[3] = {"parts": {"data": 30.0, "forward": 2.0, "backward": 9.0}}
+    assert own_seconds(lines, plain) == {"data": 1.0, "forward": 2.0, "optimizer": 0.0}
+    lines.append({"profiled": True, "parts": {"data": 5.0, "forward": 3.0, "backward": 4.0}})
+    found = own_seconds(lines, plain)
+    assert (found["data"], found["forward"], found["backward"], found["checkpoint"]) == (1.0, 2.0, 4.0, 0.0)
+    assert own_seconds([], plain) == {}

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from meshwright.observe.own_time import alone_in, own_seconds
@@ -52,7 +52,9 @@ class StragglerWatch(Hook):
             return
         lines = self._take_lines()
         own = {phase: round(seconds, 7) for phase, seconds in own_seconds(lines, self._alone).items()}
-        step_s = round(fmean(line["seconds"] for line in lines), 7) if lines else 0.0
+        # What a profile costs is no part of what a step takes.
+        usual = [line["seconds"] for line in lines if not line.get("profiled")] or [line["seconds"] for line in lines]
+        step_s = round(median(usual), 7) if usual else 0.0
         told = self._channel.collect({"own": own, "step_s": step_s})
         if trainer.world.is_first:
             self._tell(trainer, told)

@@ -112,7 +112,9 @@ class Stragglers:
             # Its best, times what has changed for everybody, such as a larger batch.
             expected = self._best[one.rank, phase] * median_low(self._own(other, phase) for other in others)
             relative = None
-        if expected >= self.threshold * spent or spent - expected < MATTERS * one.step_s:
+        # Who is named stays so until it is clearly better, and does not come and go with the rest of the step.
+        matters = MATTERS / 2 if (one.rank, phase) in self.slow else MATTERS
+        if expected >= self.threshold * spent or spent - expected < matters * one.step_s:
             return None
         return Slow(one.rank, one.host, phase, relative, own, spent - expected)
 
