@@ -147,7 +147,11 @@ class Pulse:
         for listener in self.listeners:
             listener(PHASES[phase], now)
 
-    def spent(self, now: float) -> list[float]:
+    def spent(self) -> dict[str, float]:
+        """Seconds spent so far in each phase that this rank has been in; may be asked from any thread."""
+        return {name: seconds for name, seconds in zip(PHASES, self._spent, strict=True) if seconds}
+
+    def spent_until(self, now: float) -> list[float]:
         """The seconds of each of PHASES until this monotonic time, the one in hand included."""
         found = self._spent.copy()
         if self._entered:

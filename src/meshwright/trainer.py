@@ -22,8 +22,10 @@ from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
+from meshwright.observe.export import Export
 from meshwright.observe.ledger import Ledger
 from meshwright.observe.plan_file import PlanFile
+from meshwright.observe.prometheus import Prometheus
 from meshwright.observe.recorder import Recorder
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
@@ -31,6 +33,7 @@ from meshwright.observe.straggler_watch import StragglerWatch
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
+from meshwright.secrets import guarded_output
 from meshwright.training.checkpoints import SaveCheckpoints
 from meshwright.training.compiled import TellBreaks
 from meshwright.training.garbage import CollectGarbage
@@ -57,7 +60,9 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
-        hooks.append(WeightsAndBiases())
+        hooks.append(Export(WeightsAndBiases))
+    if config.observe.prometheus is not None:
+        hooks.append(Prometheus())
     hooks += [Console(), PlanFile()]
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
@@ -97,7 +102,7 @@ def train(
     budget = Budget(config.elastic.max_restarts, config.elastic.same_step_failures)
     membership: Membership
     if nodes is not None:
-        folder = RunFolder(config.run.dir)
+        folder = RunFolder(config.run.dir, config.secrets())
         if (interface := interface_to(nodes.endpoint)) is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface)
@@ -164,13 +169,14 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
 def _train_rank(planned: Planned, world: World) -> Ending:
     trainer: Trainer | None = None
     config = planned.config
-    try:
-        trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)))
-        trainer.train()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise explain(error, config, world, trainer) from None
+    with guarded_output(config.secrets()):
+        try:
+            trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)))
+            trainer.train()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explain(error, config, world, trainer) from None
     if trainer.preempted and not trainer.finished:
         return Ending(ExitCode.PREEMPTED, trainer.stop_reason)
     return Ending(ExitCode.DONE)

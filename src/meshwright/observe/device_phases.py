@@ -85,6 +85,11 @@ class DevicePhases:
         """Wait until all steps that have ended are known."""
         torch.cuda.synchronize(self._device)
 
+    def close(self) -> None:
+        """Take no more times."""
+        if self._note in self._pulse.listeners:
+            self._pulse.listeners.remove(self._note)
+
     def _note(self, phase: str, _: float) -> None:
         self._borders.append((phase, self._mark()))
 

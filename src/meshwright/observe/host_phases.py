@@ -38,6 +38,9 @@ class Phases(Protocol):
     def settle(self) -> None:
         """Wait until all steps that have ended are known."""
 
+    def close(self) -> None:
+        """Take no more times."""
+
 
 class HostPhases:
     """Phases by what the pulse adds up."""
@@ -52,12 +55,12 @@ class HostPhases:
     def begin(self) -> None:
         """The first step begins here; what came before does not count."""
         self._began = time.monotonic()
-        self._spent = self._pulse.spent(self._began)
+        self._spent = self._pulse.spent_until(self._began)
 
     def end_step(self, step: int) -> None:
         """A step ends here."""
         now = time.monotonic()
-        spent = self._pulse.spent(now)
+        spent = self._pulse.spent_until(now)
         phases = {
             name: after - before
             for name, before, after in zip(PHASES, self._spent, spent, strict=True)
@@ -83,6 +86,9 @@ class HostPhases:
 
     def settle(self) -> None:
         """All is known at once."""
+
+    def close(self) -> None:
+        """Nothing to do: the pulse adds up in any case."""
 
     def _note(self, phase: str, now: float) -> None:
         self._timeline.append((phase, now))

@@ -8,7 +8,7 @@ were made, and gloo runs those of a group in threads of its own.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -133,9 +133,14 @@ def match(ran: Iterable[Ran], called: Iterable[Call], transfers: Group | None) -
 
     Transfers from rank to rank are in no recorder of gloo's: they are of the group that is given.
     """
-    queues = _Queues(called)
+    ran, called = sorted(ran, key=lambda one: one.begin), list(called)
+    # Once to learn which threads are whose, and once with that.
+    learning = _Queues(called, {})
+    for one in ran:
+        learning.take(one)
+    queues = _Queues(called, learning.groups())
     found = []
-    for one in sorted(ran, key=lambda one: one.begin):
+    for one in ran:
         call = queues.take(one)
         operation = call.operation if call is not None else spoken_operation(one.name)
         group = call.group if call is not None else Group("other", 0)
@@ -150,12 +155,14 @@ def match(ran: Iterable[Ran], called: Iterable[Call], transfers: Group | None) -
 class _Queues:
     """Calls that have not been seen to run, the oldest first."""
 
-    def __init__(self, called: Iterable[Call]) -> None:
+    def __init__(self, called: Iterable[Call], groups: Mapping[int, str]) -> None:
+        """`groups` of threads, as far as they are known."""
         self._queues: dict[Any, dict[str, deque[Call]]] = {}
         """By what they are, with sizes and without, and by group."""
         self._taken: set[int] = set()
-        self._groups: dict[int, str] = {}
-        """The group of each thread, where only one was possible."""
+        self._groups = groups
+        self._only: dict[int, Counter[str]] = {}
+        """Of each thread, how often which group was the only one that was possible."""
         for call in called:
             for word in ((call.spoken, call.sizes), call.spoken, call.operation):
                 self._queues.setdefault(word, {}).setdefault(call.key, deque()).append(call)
@@ -170,11 +177,15 @@ class _Queues:
             heads = {key: call for key, call in heads.items() if call.at <= ran.begin + SLACK_S}
             if heads:
                 if len(heads) == 1 and ran.thread:
-                    self._groups.setdefault(ran.thread, next(iter(heads)))
+                    self._only.setdefault(ran.thread, Counter()).update(heads.keys())
                 call = heads.get(self._groups.get(ran.thread, "")) or min(heads.values(), key=lambda one: one.at)
                 self._taken.add(id(call))
                 return call
         return None
+
+    def groups(self) -> dict[int, str]:
+        """The group of each thread, as far as it was seen."""
+        return {thread: count.most_common(1)[0][0] for thread, count in self._only.items()}
 
     def _head(self, queue: deque[Call]) -> Call | None:
         while queue and id(queue[0]) in self._taken:
@@ -200,11 +211,9 @@ def as_sizes(sizes: Any) -> Sizes:
 
 
 def _whole_bytes(operation: str, ranks: int, given: int, made: int) -> int:
-    """The larger of what goes in and what comes out; backends may tell of one of them only, or of parts."""
+    """The larger of what goes in and what comes out; a backend may tell of one part of what comes out."""
     if operation == "all_gather":
         return max(made, given * max(1, ranks))
-    if operation == "reduce_scatter":
-        return max(given, made if made == given else made * max(1, ranks))
     return max(given, made)
 
 

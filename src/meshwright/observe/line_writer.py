@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PERIOD_S = 0.5
-"""Seconds between two writes."""
+"""Seconds between two writes: the most that a process that is killed takes with it."""
 
 MOST_LINES = 20_000
 """Lines that wait for a disk; of more than these, the oldest are dropped."""
@@ -27,7 +27,7 @@ class LineWriter:
         """`may_write` raises where this process has no business in those files any more."""
         self._may_write = may_write
         self._lines: deque[tuple[Path, bytes]] = deque()
-        self._wake = threading.Event()
+        self._wake, self._pause = threading.Event(), threading.Event()
         self._ending = False
         self._told = False
         self._thread: threading.Thread | None = None
@@ -45,18 +45,22 @@ class LineWriter:
             # Daemonic: a disk that hangs does not keep the process from ending.
             self._thread = threading.Thread(target=self._run, name="meshwright-lines", daemon=True)
             self._thread.start()
+        self._wake.set()
 
     def close(self) -> None:
         """Write what is left, unless the disk takes too long."""
         self._ending = True
         self._wake.set()
+        self._pause.set()
         if self._thread is not None:
             self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
         while not self._ending:
-            self._wake.wait(PERIOD_S)
+            self._wake.wait()
+            self._wake.clear()
             self._write()
+            self._pause.wait(PERIOD_S)
         self._write()
 
     def _write(self) -> None:

@@ -13,7 +13,7 @@ from meshwright.observe.host_phases import Phases
 from meshwright.observe.issued import Group
 from meshwright.observe.step_profile import StepProfile
 from meshwright.observe.step_spans import Span, spans_of
-from meshwright.parallel.mesh import axes_of
+from meshwright.parallel.mesh import Mesh, axes_of
 from meshwright.torch_private import group_members
 from meshwright.training.loop import TrainingLoop
 
@@ -112,14 +112,18 @@ def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
     transfers = Group(" or ".join(axes), 2) if axes else None
     if mesh is None:
         return {}, transfers
-    labels = axes_of(mesh)
-    data = " ".join(map(str, mesh.data.mesh.flatten().tolist()))
-    if data in labels:
-        labels[data] = "dp"
+    labels = labels_of(mesh)
     found = {}
     for name, ranks in group_members().items():
         found[name] = Group(labels.get(" ".join(map(str, ranks)), "other"), len(ranks))
     return found, transfers
+
+
+def labels_of(mesh: Mesh) -> dict[str, str]:
+    """What groups are called, by their ranks: the axis of the strategy that they make up."""
+    labels = axes_of(mesh)
+    data = " ".join(map(str, mesh.data.mesh.flatten().tolist()))
+    return labels | ({data: "dp"} if data in labels else {})
 
 
 def _tell(text: str) -> None:

@@ -134,7 +134,7 @@ class _Recording:
         """Whether the line that says who this rank is was written: after a step, when there are states to measure."""
         self._pending: dict[int, tuple[dict[str, Any], Profiled | None]] = {}
         """What there is to say of steps whose times are not known yet."""
-        self._cost = _Cost(self._profiling.every)
+        self._cost = Cost(self._profiling.every)
         self._pulse.listeners.append(self._look_at_gradients)
         self._phases.begin()
 
@@ -169,6 +169,9 @@ class _Recording:
     def close(self) -> None:
         """Always, at the end."""
         self._profiling.drop()
+        self._phases.close()
+        if self._look_at_gradients in self._pulse.listeners:
+            self._pulse.listeners.remove(self._look_at_gradients)
         self._writer.close()
         self._memory.close()
 
@@ -215,7 +218,7 @@ class _Recording:
         self._writer.put(self._spans, json.dumps(line, separators=(",", ":")).encode())
 
 
-class _Cost:
+class Cost:
     """What recording costs."""
 
     def __init__(self, every: int) -> None:
@@ -263,7 +266,7 @@ class _Cost:
         """What profiles cost."""
         cost, usual = self.beyond or 0.0, statistics.median(self._usual)
         share = cost / (cost + self._every * usual)
-        return f"watch  profiling 1 step in {self._every} costs {share:.2%} of the time (observe.profile_every)"
+        return f"watch  profiling 1 step in {self._every} costs {share:.2%} of the time"
 
     def line(self, step: int, was_profiled: bool = False) -> dict[str, Any]:
         """What recording has cost since the last line; of a step that was profiled also what that has."""

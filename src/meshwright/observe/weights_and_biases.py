@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from meshwright.observe.tensorboard import TAGS
-from meshwright.training.hooks import Hook, Metrics
+from meshwright.observe.export import PATIENCE_S, Exporter, Record
+from meshwright.secrets import public
 from meshwright.training.loop import TrainingLoop
 
 
-class WeightsAndBiases(Hook):
+class WeightsAndBiases(Exporter):
     """Sends metrics to the wandb run that its own environment variables (WANDB_PROJECT, WANDB_MODE, ...) describe."""
 
-    def __init__(self) -> None:
-        self.run: Any = None
+    name = "Weights & Biases"
 
-    def at_start(self, trainer: TrainingLoop) -> None:
-        if not trainer.world.is_first:
-            return
+    def __init__(self, trainer: TrainingLoop) -> None:
+        # Here and not on the thread: an import would hold up steps.
         import wandb
 
+        self._wandb = wandb
         folder = trainer.job.folder.path
-        self.run = wandb.init(name=folder.name, dir=str(folder), config=trainer.config.model_dump())
+        self._arguments = {"name": folder.name, "dir": str(folder), "config": public(trainer.config.model_dump())}
+        self._run: Any = None
 
-    def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
-        if self.run is not None:
-            values = {tag: metrics[name] for name, tag in TAGS.items() if name in metrics}
-            self.run.log(values, step=trainer.step)
+    def open(self) -> None:
+        settings = self._wandb.Settings(
+            # Command line, console and code may hold what is nobody's business; metrics and settings are what is sent.
+            console="off",
+            disable_git=True,
+            save_code=False,
+            x_disable_meta=True,
+            # A process that ends waits for its service no longer than the queue does.
+            finish_timeout=PATIENCE_S + 1,
+        )
+        self._run = self._wandb.init(**self._arguments, settings=settings)
 
-    def close(self) -> None:
-        if self.run is not None:
-            self.run.finish()
+    def send(self, records: Sequence[Record]) -> None:
+        for record in records:
+            self._run.log(record.values, step=record.step)
+
+    def close(self, completed: bool) -> None:
+        self._run.finish(exit_code=0 if completed else 1)

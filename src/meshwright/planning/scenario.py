@@ -113,9 +113,9 @@ class Layout:
         return max(1, holders // self.replicate) if self.zero else 1
 
 
-PRECISIONS = ("float32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+PRECISIONS = ("float32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 """What matrix products are computed in."""
-_DTYPES = {"float32": "float32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+_DTYPES = {one: one for one in PRECISIONS} | {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Scenario:
     def held_bytes(self) -> tuple[float, float, float]:
         """Of a parameter, of its gradient, and of what the optimizer keeps for it."""
         software = self.software
-        if self.precision == "float32" and software.name != "meshwright":
+        if self.element == 4 and software.name != "meshwright":
             # No second copy in another dtype.
             return 4.0, 4.0, 8.0
         return software.parameter_bytes, software.gradient_bytes, software.optimizer_bytes
@@ -167,12 +167,12 @@ class Scenario:
     @property
     def wide(self) -> str:
         """The dtype of everything that is not computed in a narrow one."""
-        return self.precision if self.precision in ("float32", "bf16", "fp16") else "bf16"
+        return self.precision if self.precision in ("float32", "tf32", "bf16", "fp16") else "bf16"
 
     @property
     def element(self) -> int:
         """Bytes of an activation."""
-        return 4 if self.precision == "float32" else 2
+        return 4 if self.precision in ("float32", "tf32") else 2
 
     @property
     def again(self) -> int:

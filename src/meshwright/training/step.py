@@ -27,8 +27,9 @@ from meshwright.training.guard import Guard, Verdict
 from meshwright.training.injected import factor_of_loss, flip_bit, spoil_gradient, use_too_much
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import make_optimizer
-from meshwright.training.precision import check_device, precision_of
+from meshwright.training.precision import check_device, precision_of, uses_tf32
 from meshwright.training.schedule import learning_rate
+from meshwright.training.tf32 import tf32_products
 from meshwright.training.update import OnItsWay, unfit, update, update_if_fit, updates_on_device
 
 
@@ -52,6 +53,7 @@ class TrainingStep:
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
         precision = precision_of(config)
         check_device(precision, world.device)
+        self._tf32 = uses_tf32(config, world.device)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
         self.guard = Guard(config.elastic)
         self.losses = torch.zeros(0)
@@ -106,7 +108,8 @@ class TrainingStep:
         """
         pulse = self.world.pulse
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
-        valid = self._forward_backward(batch, scale)
+        with tf32_products(self._tf32):
+            valid = self._forward_backward(batch, scale)
         spoil_gradient(self.parallel.parameters(), pulse.enter("reduce"))
         norm = self.parallel.grad_norm(scale=scale)
         rate = learning_rate(self.config.train, step)
@@ -221,7 +224,8 @@ class TrainingStep:
         (documents,) = self._documents(inputs[None])
         weighed = Targets(targets, torch.ones((), device=self.world.device))
         batch = {"tokens_BT": inputs, "documents_BT": documents, "targets": weighed}
-        found = self.parallel.forward([batch], lambda loss, _: loss)
+        with tf32_products(self._tf32):
+            found = self.parallel.forward([batch], lambda loss, _: loss)
         if not found:
             return torch.zeros(2, dtype=torch.float64, device=self.world.device)
         return torch.stack((found[0].double(), (targets != IGNORED).sum().double()))
