@@ -21,6 +21,8 @@ from meshwright.limits import limit_reached
 VERBS = {
     "plan": "which strategy for a model on some machines: does it fit, how fast, and why",
     "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
+    "watch": "show runs while they go on, in a page for a browser",
+    "report": "a run as one HTML file that needs nothing else",
     "rendezvous": "serve the store where the machines of a run on several of them meet",
     "verify": "prove on this machine's CPU that a model under a strategy computes what one device computes",
     "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",
