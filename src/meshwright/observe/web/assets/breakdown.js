@@ -50,10 +50,10 @@ export class Breakdown {
 
   draw() {
     const { picture, bars } = this;
-    if (!picture.width || this.card.hidden) return;
+    if (!picture.width || this.card.hidden || !this.run) return;
     const tall = bars.length > 20 ? 9 : bars.length > 9 ? 15 : 22;
     const gap = tall > 12 ? 5 : 2;
-    const height = bars.length * (tall + gap) + 24;
+    const height = bars.length * (tall + gap) + 32;
     picture.size(height);
     const longest = Math.max(...bars.map(total));
     const x = scale(0, longest || 1, LEFT, picture.width - 10);
@@ -65,7 +65,7 @@ export class Breakdown {
       );
     }
     this.rows = bars.map((bar, place) => {
-      const y = place * (tall + gap);
+      const y = place * (tall + gap) + (place && bars[0].label === "plan" ? 8 : 0);
       let from = 0;
       const drawn = shape("g");
       for (const part of PARTS.filter((name) => bar.parts[name] > 0)) {
@@ -73,7 +73,7 @@ export class Breakdown {
         drawn.append(shape("rect", { class: `part-${part}`, x: x(from), y, width: wide, height: tall }));
         from += bar.parts[part];
       }
-      const labelled = tall > 12 || place === 0 || place % 4 === 1;
+      const labelled = tall > 12 || place === 0 || place % 4 === (bars[0].label === "plan" ? 1 : 0);
       if (labelled) drawn.append(shape("text", { x: LEFT - 8, y: y + tall / 2 + 4, "text-anchor": "end", class: place === 0 && bar.label === "plan" ? "strong" : null }, bar.label));
       picture.drawing.append(drawn);
       return { y, tall: tall + gap };

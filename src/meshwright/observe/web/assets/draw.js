@@ -74,7 +74,9 @@ export class Picture {
     this.holder = element("div", { class: "picture" }, this.svg, this.tip);
     const controlled = element("div", { class: "controls" }, ...controls);
     card.setAttribute("aria-labelledby", `${this.id}-name`);
-    card.append(element("div", { class: "head" }, this.heading, this.note, controlled), this.holder, this.legend, this.readout);
+    card.append(element("div", { class: "head" }, this.heading, this.note, controlled), this.holder, this.legend);
+    this.foot = element("div", { class: "foot" }, this.readout);
+    card.append(this.foot);
     if (table) this.addTable();
     if (move) this.listen(move);
     this.width = 0;
@@ -119,7 +121,7 @@ export class Picture {
     this.details = element("details", {}, element("summary", {}, "Numbers"), body);
     this.details.addEventListener("toggle", () => this.fillTable());
     this.tableBody = body;
-    this.card.append(this.details);
+    this.foot.prepend(this.details);
   }
 
   fillTable() {
@@ -127,8 +129,9 @@ export class Picture {
   }
 }
 
-export function tableOf({ columns, rows, words = [] }) {
-  const kind = (place) => (words.includes(place) ? "words" : null);
+// `words` are columns of text, `optional` those that a narrow page leaves out.
+export function tableOf({ columns, rows, words = [], optional = [] }) {
+  const kind = (place) => `${words.includes(place) ? "words" : ""}${optional.includes(place) ? " optional" : ""}`.trim() || null;
   const head = element("tr", {}, ...columns.map((name, place) => element("th", { scope: "col", class: kind(place) }, name)));
   const lines = rows.map((row) => element("tr", {}, ...row.map((cell, place) => element("td", { class: kind(place) }, String(cell ?? "")))));
   return element("table", {}, element("thead", {}, head), element("tbody", {}, ...lines));

@@ -84,6 +84,7 @@ export class LineChart {
     for (const value of ticks(this.x.low, this.x.high, Math.max(2, width / 110)).filter(Number.isInteger)) {
       grid.append(shape("text", { x: this.x(value), y: HEIGHT - 6, "text-anchor": "middle" }, value.toLocaleString("en")));
     }
+    grid.append(shape("text", { x: MARGIN.left - 7, y: HEIGHT - 6, "text-anchor": "end" }, "step"));
     drawing.append(grid);
   }
 
@@ -94,7 +95,8 @@ export class LineChart {
       const x = this.x(mark.step);
       const group = shape("g", {}, shape("title", {}, `${mark.name}, step ${mark.step}`));
       if (mark.level) group.append(shape("line", { class: `mark ${mark.level}`, x1: x, x2: x, y1: MARGIN.top, y2: base }));
-      group.append(shape("path", { class: `mark ${mark.level}`, d: `M${x} ${base + 1}l3.5 6h-7z` }));
+      if (mark.level) group.append(shape("path", { class: `mark ${mark.level}`, d: `M${x} ${base + 1}l3.5 6h-7z` }));
+      else group.append(shape("circle", { class: "mark small", cx: x, cy: base + 5, r: 2.2 }));
       this.picture.drawing.append(group);
     }
   }
@@ -212,13 +214,14 @@ function nearest(sorted, wanted) {
   return Math.abs(sorted[low] - wanted) <= Math.abs(sorted[high] - wanted) ? sorted[low] : sorted[high];
 }
 
-// A running mean that looks equally far ahead and back, so that it does not lag behind the curve.
+// A running mean that looks equally far ahead and back, so that it does not lag behind the curve; at the end, only back.
 function running(values) {
   const reach = Math.max(2, Math.round(values.length / 60));
   const sums = [0];
   for (const value of values) sums.push(sums[sums.length - 1] + value);
   return values.map((_, place) => {
-    const near = Math.min(reach, place, values.length - 1 - place);
-    return (sums[place + near + 1] - sums[place - near]) / (2 * near + 1);
+    const back = Math.min(reach, place);
+    const ahead = Math.min(back, values.length - 1 - place);
+    return (sums[place + ahead + 1] - sums[place - back]) / (back + ahead + 1);
   });
 }

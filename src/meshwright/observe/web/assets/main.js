@@ -11,10 +11,11 @@ import { Memory } from "./memory.js";
 import { Collectives, Events, marksOf } from "./tables.js";
 import { Summary } from "./summary.js";
 
+const share = (value) => percent(value);
 const OTHERS = {
-  grad_norm: ["gradient norm", number], lr: ["learning rate", number], step_s: ["step time", seconds], mfu: ["MFU", percent],
+  grad_norm: ["gradient norm", number], lr: ["learning rate", number], step_s: ["step time", seconds], mfu: ["MFU", share],
   tflops_per_device: ["TFLOP/s per device", number], tokens_per_s_per_device: ["tokens/s per device", count],
-  loss_max: ["largest loss of a replica", number], pipeline_idle: ["pipeline idle", percent], loss_scale: ["loss scale", number],
+  loss_max: ["largest loss of a replica", number], pipeline_idle: ["pipeline idle", share], loss_scale: ["loss scale", number],
   spike_score: ["spike score", number],
 };
 
@@ -32,7 +33,7 @@ class Page {
     this.throughput = new LineChart(card("throughput"), "Throughput, tokens/s", { format: count, zero: true, smooth: true });
     this.select = element("select", { "aria-label": "Which curve" });
     this.select.addEventListener("change", () => this.drawOther());
-    this.other = new LineChart(card("other"), "Other curves", { smooth: true, controls: [this.select] });
+    this.other = new LineChart(card("other"), "Other curves", { controls: [this.select] });
     this.parts = [
       new Mesh(card("mesh")), new Breakdown(card("breakdown")), new Pipeline(card("pipeline")), new Memory(card("memory")),
       new Collectives(card("collectives")), new Events(card("events")),
@@ -97,7 +98,7 @@ class Page {
     const run = this.runs?.[this.chosen];
     if (!run || this.fixed) return;
     const age = (run.age_s ?? 0) + (performance.now() - this.arrived) / 1000;
-    link.textContent = this.linked === false ? "the server does not answer" : run.state === "running" && run.step ? `last step ${seconds(Math.floor(age) || 0).replace("0 µs", "just now")}${age >= 1 ? " ago" : ""}` : "";
+    link.textContent = this.linked === false ? "the server does not answer" : run.state === "running" && run.step ? age < 1.5 ? "last step just now" : `last step ${seconds(Math.floor(age))} ago` : "";
   }
 }
 

@@ -39,7 +39,7 @@ export class Memory {
 
   draw() {
     const { picture } = this;
-    if (!picture.width || this.card.hidden) return;
+    if (!picture.width || this.card.hidden || !this.run) return;
     const rows = this.rows();
     picture.holder.hidden = !rows.length;
     if (!rows.length) return;

@@ -4,7 +4,7 @@ import { bytes } from "./format.js";
 import { Picture, element, shape } from "./draw.js";
 
 const LEFT = 46;
-const LARGEST = 58;
+const LARGEST = 118;
 const SMALLEST = 13;
 const STATES = { alive: "alive", lost: "lost", waiting: "waits for the others", ended: "ended", unknown: "no sign" };
 
@@ -66,7 +66,7 @@ export class Mesh {
 
   draw() {
     const { picture } = this;
-    if (!picture.width || this.card.hidden) return;
+    if (!picture.width || this.card.hidden || !this.run) return;
     const shown = this.layout();
     this.shown = shown;
     picture.size(shown.bottom + 3);
@@ -102,7 +102,7 @@ export class Mesh {
       const lost = rank.state === "lost" ? "on-lost" : "strong";
       const two = cell >= 46 && size;
       group.append(shape("text", { class: lost, x: x + cell / 2, y: y + tall / 2 + (two ? -2 : 4), "text-anchor": "middle" }, String(rank.rank)));
-      if (two) group.append(shape("text", { class: rank.state === "lost" ? "on-lost" : null, x: x + cell / 2, y: y + tall / 2 + 12, "text-anchor": "middle" }, bytes(size).replace(" ", "\u2009")));
+      if (two) group.append(shape("text", { class: rank.state === "lost" ? "on-lost" : null, x: x + cell / 2, y: y + tall / 2 + 12, "text-anchor": "middle" }, bytes(size)));
     }
     if (rank.failures && rank.state !== "lost") group.append(shape("circle", { class: "again", cx: x + cell - 5, cy: y + 5, r: Math.min(3, cell / 6) }));
     group.append(shape("title", {}, this.inWords(rank)));

@@ -117,6 +117,6 @@ export class Pipeline {
 
 // A heading that a narrow drawing has room for.
 function fit(text, width) {
-  const most = Math.floor(width / 6.2);
+  const most = Math.floor(width / 6.9);
   return text.length <= most ? text : `${text.slice(0, most - 1)}…`;
 }

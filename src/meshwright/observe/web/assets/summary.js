@@ -59,7 +59,7 @@ export class Summary {
       element("div", { class: "label" }, label),
       element("div", { class: "value" }, value),
       element("div", { class: "quiet" }, below || "\u00a0"));
-    const expected = (pair, text) => (pair.predicted === null ? "" : `predicted ${text(pair.predicted)} ${signedPercent(pair.error) && `(${signedPercent(pair.error)})`}`);
+    const expected = (pair, text) => (pair.predicted === null ? "" : `planned ${text(pair.predicted)} ${signedPercent(pair.error) && `(${signedPercent(pair.error)})`}`);
     const speed = latest.mfu !== null ? ["MFU", percent(latest.mfu)] : latest.tflops_per_device !== null ? ["TFLOP/s per device", number(latest.tflops_per_device, 3)] : null;
     const most = Math.max(0, ...run.ranks.map((rank) => held(rank) ?? 0)) || peak.measured;
     const made = [
@@ -67,8 +67,8 @@ export class Summary {
       figure("tokens/s", count(latest.tokens_per_s), run.world > 1 ? `${count(latest.tokens_per_s === null ? null : latest.tokens_per_s / run.world)} per rank` : ""),
       speed && figure(speed[0], speed[1], speed[0] === "MFU" && latest.tflops_per_device !== null ? `${number(latest.tflops_per_device, 3)} TFLOP/s per device` : ""),
       figure("a step takes", seconds(run.step_s), expected(time, seconds)),
-      figure("peak memory of a rank", bytes(most || null), expected(peak, bytes)),
-      lost && figure("time not spent on steps", seconds(lost.lost_s), `${percent(lost.wall_s ? lost.lost_s / lost.wall_s : 0)} of ${seconds(lost.wall_s)}${lost.restarts_s > 0 ? `, restarts ${seconds(lost.restarts_s)}` : ""}`),
+      figure("peak memory", bytes(most || null), expected(peak, bytes)),
+      lost && figure("time lost", seconds(lost.lost_s), `${percent(lost.wall_s ? lost.lost_s / lost.wall_s : 0)} of ${seconds(lost.wall_s)}${lost.restarts_s > 0 ? `, restarts ${seconds(lost.restarts_s)}` : ""}`),
     ];
     this.figures.replaceChildren(...made.filter(Boolean));
   }
