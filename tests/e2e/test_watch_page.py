@@ -71,9 +71,9 @@ def opened(browser: Browser) -> Iterator[Open]:
     assert [seen.errors for seen in all_seen] == [[] for _ in all_seen]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served() -> Iterator[Callable[..., str]]:
-    """Starts `meshwright watch --web` and gives the address; ends with the test."""
+    """Starts `meshwright watch --web` and gives the address; ends with the tests."""
     processes = []
 
     def begin(*arguments: object) -> str:
@@ -92,10 +92,10 @@ def served() -> Iterator[Callable[..., str]]:
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on 32 ranks, split in three ways."""
+def large(tmp_path_factory: pytest.TempPathFactory, served: Callable[..., str]) -> str:
+    """The address of a run on 32 ranks, split in three ways."""
     folder = tmp_path_factory.mktemp("large") / "large"
-    return write_run(folder, "dp=4 tp=2 pp=4", world=32, steps=120, planned_steps=400, end=None)
+    return served(write_run(folder, "dp=4 tp=2 pp=4", world=32, steps=120, planned_steps=400, end=None))
 
 
 def sideways(page: Page) -> int:
@@ -163,8 +163,8 @@ def test_texts_of_a_run_do_no_harm(tmp_path: Path, meshwright: Callable[..., Any
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_scrolls_only_downwards(large: Path, served: Callable[..., str], opened: Open, scheme: str) -> None:
-    page, _ = opened(served(large), width=360, color_scheme=scheme, has_touch=True)
+def test_a_phone_scrolls_only_downwards(large: str, opened: Open, scheme: str) -> None:
+    page, _ = opened(large, width=360, color_scheme=scheme, has_touch=True)
     expect(page.locator("#mesh [data-rank]")).to_have_count(32)
     expect(page.locator("#pipeline rect.pass")).not_to_have_count(0)
     for summary in page.locator("summary").all():
@@ -172,8 +172,8 @@ def test_a_phone_scrolls_only_downwards(large: Path, served: Callable[..., str],
     assert sideways(page) <= 0
 
 
-def test_colours_follow_the_system_and_the_switch(large: Path, served: Callable[..., str], opened: Open) -> None:
-    page, _ = opened(served(large), color_scheme="dark")
+def test_colours_follow_the_system_and_the_switch(large: str, opened: Open) -> None:
+    page, _ = opened(large, color_scheme="dark")
 
     def brightness() -> float:
         colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -187,8 +187,8 @@ def test_colours_follow_the_system_and_the_switch(large: Path, served: Callable[
     assert brightness() > 200, "the choice is kept"
 
 
-def test_everything_can_be_done_with_the_keyboard(large: Path, served: Callable[..., str], opened: Open) -> None:
-    page, _ = opened(served(large))
+def test_everything_can_be_done_with_the_keyboard(large: str, opened: Open) -> None:
+    page, _ = opened(large)
     expect(page.locator("#loss path.curve").first).to_be_attached()
     reached = []
     for _ in range(40):
@@ -218,10 +218,8 @@ def test_everything_can_be_done_with_the_keyboard(large: Path, served: Callable[
     expect(page.locator("#loss path.curve").last).not_to_have_attribute("d", before or "")
 
 
-def test_every_picture_has_a_name_a_description_and_its_numbers(
-    large: Path, served: Callable[..., str], opened: Open
-) -> None:
-    page, _ = opened(served(large))
+def test_every_picture_has_a_name_a_description_and_its_numbers(large: str, opened: Open) -> None:
+    page, _ = opened(large)
     expect(page.locator("#pipeline rect.pass")).not_to_have_count(0)
     pictures = page.locator("svg[role=img]")
     assert pictures.count() == 7
@@ -233,8 +231,8 @@ def test_every_picture_has_a_name_a_description_and_its_numbers(
         expect(details.locator("tbody tr")).not_to_have_count(0)
 
 
-def test_the_cursor_tells_values_and_events(large: Path, served: Callable[..., str], opened: Open) -> None:
-    page, _ = opened(served(large))
+def test_the_cursor_tells_values_and_events(large: str, opened: Open) -> None:
+    page, _ = opened(large)
     expect(page.locator("#loss path.curve").first).to_be_attached()
     box = page.locator("#loss svg[role=img]").bounding_box()
     assert box is not None
