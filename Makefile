@@ -1,5 +1,6 @@
 # Two commands matter: `make demo` and `make test`. Everything lands in .venv. Nothing else on the machine is touched, but
-# for iproute2, with which tests make networks: as root on Debian it is installed where it is missing.
+# for iproute2, with which tests make networks, and chromium, in which they open the page: as root on Debian these are
+# installed where they are missing.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,6 +39,9 @@ system:
 	@{ command -v ip && command -v ss && command -v tc; } >/dev/null || \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq iproute2; \
 	else echo "iproute2 is missing: tests of several machines are skipped"; fi
+	@command -v chromium >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
+	else echo "chromium is missing: tests of the page are skipped"; fi
 
 demo: $(VENV)/.setup
 	$(BIN)/meshwright train --preset demo --nproc 2 --fresh
