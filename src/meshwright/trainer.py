@@ -22,6 +22,7 @@ from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
+from meshwright.observe.end_report import EndReport
 from meshwright.observe.export import Export
 from meshwright.observe.ledger import Ledger
 from meshwright.observe.plan_file import PlanFile
@@ -51,7 +52,9 @@ from meshwright.training.run_folder import RunFolder
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
     saves, recorder = SaveCheckpoints(), Recorder()
-    hooks: list[Hook] = [Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover(), CheckReplicas()]
+    # The report comes first, so that it is the last at the end.
+    hooks: list[Hook] = [EndReport(), Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover()]
+    hooks.append(CheckReplicas())
     if config.observe.ledger:
         hooks.append(Ledger())
     hooks += [Evaluate(), EarlyStop(), saves.progress, recorder.metrics, Records()]

@@ -81,7 +81,10 @@ def test_failed_run_is_shown_with_who_failed(settings: list[str], tmp_path: Path
 
 def test_mistakes_are_told_in_a_sentence(finished: Path, meshwright: CommandLine) -> None:
     for arguments, said in (
-        ((finished / "nothing",), "no folder"),
+        ((finished / "nothing",), "is not a folder"),
+        ((finished.parent,), "holds no run"),
+        ((finished, finished), "say --web"),
+        ((finished, "--steps", "3:"), "--trace"),
         ((finished, "--trace", "t.json", "--steps", "x"), "--steps x: give A:B"),
         ((finished, "--trace", "t.json", "--steps", "5:5"), "no step from 5"),
         ((finished, "--trace", "t.json", "--steps", "9000:"), "was profiled"),

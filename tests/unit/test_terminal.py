@@ -14,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshwright.errors import UserError
 from meshwright.observe.event_words import sentence
 from meshwright.observe.picture import draw
 from meshwright.observe.rank_bar import BLOCKS, LETTERS, bar, cells, scale, sparkline
-from meshwright.observe.terminal import Watched, status, watch
+from meshwright.observe.terminal import Watched, status
 from tests.unit.run_folders import make_run
 
 
@@ -65,13 +64,6 @@ def test_nothing_of_a_file_is_obeyed_by_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "red" in text
-
-
-def test_folder_without_a_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no folder"):
-        watch(tmp_path / "missing")
-    with pytest.raises(UserError, match="holds no run"):
-        watch(tmp_path)
 
 
 def test_run_that_has_only_begun_is_shown(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from meshwright.errors import UserError
 from meshwright.observe.event_words import plain, sentence
 from meshwright.observe.goodput import Goodput, goodput
 from meshwright.observe.picture import Shown, clock, draw, efficiency
@@ -38,10 +37,6 @@ class Watched:
     """A run folder, read again and again."""
 
     def __init__(self, path: Path) -> None:
-        if not path.is_dir():
-            raise UserError(f"{path} is no folder; give the folder of a run (run.dir, where metrics.jsonl is)")
-        if not any((path / name).exists() for name in ("config.toml", "run.json", "events.jsonl", "metrics.jsonl")):
-            raise UserError(f"{path} holds no run: there is no config.toml, events.jsonl or metrics.jsonl in it")
         self.path = path
         self._run = RunView(path)
         self._goodput: Goodput | None = None
