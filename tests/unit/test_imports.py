@@ -39,6 +39,7 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['verify', '--model', 'tiny', '--parallel', 'dp=1 tp=3'])",
         "import meshwright.training.job, meshwright.data.prepare",
         "import meshwright.elastic.watchdog",
+        "import meshwright.observe.terminal, meshwright.observe.trace_file, meshwright.observe.own_time",
         "import meshwright.cli.checkpoint, meshwright.checkpoint.checked, meshwright.checkpoint.retention",
         "import meshwright.observe.view, meshwright.observe.web.server, meshwright.observe.web.report",
         "from meshwright.cli.main import main; main(['watch', 'nowhere', '--web'])",
