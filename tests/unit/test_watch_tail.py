@@ -106,6 +106,10 @@ def test_the_last_record_of_a_step_counts() -> None:
         curves.add({"step": step, "loss": loss})
     assert curves.points("loss") == [(1, 5.0), (2, 4.5), (3, 3.0)]
     assert curves.last_step() == 2, "the run is back at step 2"
+    curves.add({"step": 2, "eval_loss": 7.0})
+    curves.add({"step": 2, "loss": 4.0})
+    assert curves.points("eval_loss") == []
+    assert curves.points("loss")[1] == (2, 4.0)
 
 
 def test_values_that_are_no_numbers_leave_gaps() -> None:
