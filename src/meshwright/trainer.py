@@ -70,9 +70,11 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(Export(MLflow))
     if config.observe.prometheus is not None:
         hooks.append(Prometheus())
-    hooks += [Console(), PlanFile()]
+    hooks.append(Console())
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
+    # At the end before the sample, whose memory is none of a step's.
+    hooks.append(PlanFile())
     if config.observe.profile_steps is not None:
         hooks.append(Profiler(config.observe.profile_steps))
     # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times

@@ -44,7 +44,7 @@ def test_undisturbed_run_is_progress_but_for_its_start_and_evaluation() -> None:
     lines = steps(1, 4, 105.0)
     lines[-1] |= {"time": 111.0, "eval_s": 2.0}
     found = goodput([event(103.0, "started", step=0), event(112.0, "finished", step=4)], lines, began=100.0)
-    check(found, startup=5.0, progress=4.0, evaluation=2.0, unknown=1.0)
+    check(found, startup=5.0, progress=4.0, evaluation=2.0, ending=1.0)
     assert found.wall_s == 12.0
     assert found.share == pytest.approx(1 / 3)
     assert found.losses()[0] == ("startup", pytest.approx(5 / 12))
@@ -108,9 +108,9 @@ def test_saves_are_taken_out_of_what_is_not_known() -> None:
         event(104.0, "finished", step=2),
     ]
     lines = [*steps(1, 1, 100.0), *steps(2, 2, 102.0)]
-    check(goodput(told, lines), progress=2.0, checkpoint=0.5, unknown=1.5)
+    check(goodput(told, lines), progress=2.0, checkpoint=0.5, unknown=0.5, ending=1.0)
     ranks = {0: rank_steps(1, 2, 100.0, forward=1.0, checkpoint=0.4)}
-    check(goodput(told, lines, ranks), progress=2.0, checkpoint=0.8, unknown=1.2)
+    check(goodput(told, lines, ranks), progress=2.0, checkpoint=0.8, unknown=0.2, ending=1.0)
 
 
 def test_waiting_within_steps_is_no_progress() -> None:
@@ -150,9 +150,7 @@ def test_nothing_is_told_of_a_run_without_a_word() -> None:
 
 def test_metrics_without_times_follow_one_another() -> None:
     lines = [{"step": step, "step_s": 1.0} for step in range(1, 5)]
-    check(
-        goodput([event(100.0, "started", step=0), event(105.0, "finished", step=4)], lines), progress=4.0, unknown=1.0
-    )
+    check(goodput([event(100.0, "started", step=0), event(105.0, "finished", step=4)], lines), progress=4.0, ending=1.0)
 
 
 KINDS = ("started", "resumed", "failed", "rollback", "stopped", "finished", "checkpoint", "hang", "restarted")

@@ -26,9 +26,25 @@ PARTS = (
     "bubble",
     "data",
     "communication",
+    "between",
+    "ending",
     "unknown",
 )
-"""What wall time goes to. communication is what computing waited for."""
+"""What wall time goes to. communication is what computing waited for; between is what else happens between two steps;
+ending is from the last step of a start to its end."""
+
+WORDS = {
+    "startup": "start",
+    "restart": "restarts",
+    "replayed": "steps done again",
+    "checkpoint": "checkpoints",
+    "bubble": "pipeline bubble",
+    "data": "waiting for data",
+    "communication": "exposed communication",
+    "between": "between steps",
+    "unknown": "not known",
+}
+"""How people call them, where that differs."""
 
 GOES_ON = ("machines come or go", "another strategy is expected to be faster")
 """Reasons of a stop after which the run is started again by itself."""
@@ -88,6 +104,13 @@ class _Account:
         self.parts[rest] += left
         self.cursor = max(self.cursor, until)
 
+    def name_part(self, part: str, seconds: float) -> None:
+        """Say of some of the time that no step claims what it went to."""
+        for source in ("unknown", "ending"):
+            given = min(self.parts[source], seconds - self.parts[part])
+            self.parts[source] -= given
+            self.parts[part] += given
+
 
 def goodput(
     events: Sequence[Line],
@@ -109,8 +132,8 @@ def goodput(
     account = _Account(cursor=min(first, began) if began is not None else first)
     begin = account.cursor
     _walk(account, entries, lines, now)
-    account.parts["checkpoint"] = min(account.parts["unknown"], _stalls(account, lines))
-    account.parts["unknown"] -= account.parts["checkpoint"]
+    account.name_part("checkpoint", _stalls(account, lines))
+    account.name_part("between", _hooks(lines))
     _split_progress(account.parts, metrics, lines)
     wall = account.cursor - begin - account.away_s
     return Goodput(wall, account.parts, account.away_s, account.restarts, account.lost_steps)
@@ -204,7 +227,7 @@ def _walk(
             account.take(time, [], "restart")
             claim = "restart"
         elif kind in ("stopped", "finished"):
-            account.take(time, [], "unknown")
+            account.take(time, [], "ending" if claim == "unknown" else claim)
             again = str(facts.get("reason")) in GOES_ON
             claim, ended = "restart" if again else "unknown", not again
         elif kind == "checkpoint":
@@ -240,6 +263,11 @@ def _stalls(account: _Account, ranks: Mapping[int, Sequence[_RankStep]]) -> floa
     """Seconds in which saves held up the steps: as ranks have measured it, else as the saves say themselves."""
     measured = [sum(line.parts.get("checkpoint", 0.0) for line in lines) for lines in ranks.values()]
     return max([account.stalls_s, *measured])
+
+
+def _hooks(ranks: Mapping[int, Sequence[_RankStep]]) -> float:
+    """Seconds of what happens between steps, as the ranks have measured it: their mean."""
+    return fmean([sum(line.parts.get("hooks", 0.0) for line in lines) for lines in ranks.values()] or [0.0])
 
 
 def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Mapping[int, Sequence[_RankStep]]) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from meshwright.observe.curves import number
 from meshwright.observe.event_words import plain, sentence
-from meshwright.observe.goodput import Goodput
+from meshwright.observe.goodput import WORDS
 from meshwright.observe.rank_bar import bar, legend, scale, sparkline
 from meshwright.observe.view import Rank, View
 
@@ -50,7 +50,6 @@ class Shown:
 
     view: View
     model: str
-    goodput: Goodput | None
 
 
 def clock(seconds: float) -> str:
@@ -169,10 +168,10 @@ def _curves(view: View, width: int) -> list[Text]:
 
 def _shares(shown: Shown, width: int) -> list[Text]:
     found = []
-    if shown.goodput is not None and shown.goodput.wall_s > 0:
-        rest = [(name, share) for name, share in shown.goodput.losses() if share >= 0.005]
-        words = ", ".join(f"{WORDS_OF_PARTS.get(name, name)} {share:.0%}" for name, share in rest[:6])
-        whole = f"goodput   {shown.goodput.share:>9.0%}  of {clock(shown.goodput.wall_s)}"
+    if shown.view.goodput.wall_s > 0:
+        rest = [(name, share) for name, share in shown.view.goodput.losses() if share >= 0.005]
+        words = ", ".join(f"{WORDS.get(name, name)} {share:.0%}" for name, share in rest[:6])
+        whole = f"goodput   {shown.view.goodput.share:>9.0%}  of {clock(shown.view.goodput.wall_s)}"
         found.append(_line(Text(whole + (f"; {words}" if words else "")), width))
     share = efficiency(shown.view)
     if share is not None:
@@ -182,17 +181,6 @@ def _shares(shown: Shown, width: int) -> list[Text]:
         text.append(f"  goal {GOAL:.0%}; else exposed communication", "dim")
         found.append(_line(text, width))
     return found
-
-
-WORDS_OF_PARTS = {
-    "startup": "start",
-    "replayed": "steps done again",
-    "checkpoint": "saving",
-    "bubble": "pipeline bubble",
-    "data": "waiting for data",
-    "communication": "exposed communication",
-    "unknown": "not known",
-}
 
 
 def _ranks_title(view: View, count: int) -> str:

@@ -21,16 +21,13 @@ from rich.console import Console
 from rich.live import Live
 
 from meshwright.observe.event_words import plain, sentence
-from meshwright.observe.goodput import Goodput, goodput
 from meshwright.observe.picture import Shown, clock, draw, efficiency
-from meshwright.observe.view import RunView, View
+from meshwright.observe.view import RunView
 
 OVER = ("finished", "stopped", "failed")
 REFRESH_S = 1.0
 LINE_S = 5.0
 """Seconds between two lines of steps where there is no terminal."""
-GOODPUT_SHARE = 0.05
-"""The share of time that accounting for a long run may take."""
 
 
 class Watched:
@@ -39,33 +36,10 @@ class Watched:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._run = RunView(path)
-        self._goodput: Goodput | None = None
-        self._counted_at, self._counting_s = float("-inf"), 0.0
 
     def look(self) -> Shown:
         """The run as it is now."""
-        view = self._run.refresh()
-        began = time.monotonic()
-        if began - self._counted_at >= self._counting_s / GOODPUT_SHARE:
-            self._goodput = account_of(view)
-            self._counted_at, self._counting_s = began, time.monotonic() - began
-        return Shown(view, model_of(self.path), self._goodput)
-
-
-def account_of(view: View, now: float | None = None) -> Goodput:
-    """Where the time of a run went so far."""
-    columns = {name: dict(view.curves.points(name)) for name in ("step_s", "eval_s", "pipeline_idle")}
-    metrics = [
-        {"step": step, "time": when} | {name: column[step] for name, column in columns.items() if step in column}
-        for step, when in zip(view.curves.steps, view.curves.times, strict=True)
-    ]
-    ranks = {rank.rank: list(rank.record.steps) for rank in view.ranks}
-    began: float | None = None
-    with suppress(OSError):
-        # Written once, when the first process took the folder.
-        began = (view.path / "run.json").stat().st_mtime
-    goes_on = view.state in ("running", "restarting")
-    return goodput(view.events, metrics, ranks, began, (now or time.time()) if goes_on else None)
+        return Shown(self._run.refresh(), model_of(self.path))
 
 
 def model_of(path: Path) -> str:
@@ -136,8 +110,8 @@ def status(shown: Shown) -> str:
     for name, form in (("loss", "loss {:.4f}"), ("tokens_per_s", "{:,.0f} tokens/s")):
         value = view.curves.last(name)
         words += [form.format(value)] if value is not None else []
-    if shown.goodput is not None and shown.goodput.wall_s > 0:
-        words.append(f"goodput {shown.goodput.share:.0%}")
+    if view.goodput.wall_s > 0:
+        words.append(f"goodput {view.goodput.share:.0%}")
     if (share := efficiency(view)) is not None:
         words.append(f"computing {share:.0%}")
     words += [f"rank {rank.rank} slow in {plain(rank.straggler.get('phase'))}" for rank in view.ranks if rank.straggler]
