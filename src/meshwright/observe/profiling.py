@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -27,9 +28,10 @@ class Profiled:
     """What a profile has shown of a step."""
 
     breakdown: Breakdown
-    rows: list[dict[str, Any]]
-    begin: float
-    spans: list[Span]
+    collectives: bytes
+    """A line with the table of them."""
+    spans: bytes
+    """A line with the timeline."""
 
 
 class Profiling:
@@ -51,7 +53,8 @@ class Profiling:
     def is_due(self, step: int) -> bool:
         """Whether this step is to be profiled."""
         in_turn = self.every > 0 and step >= self._first and (step - self._first) % self.every == 0
-        return in_turn and not wanted(self._on_demand, step)
+        # Profiles on demand begin at the end of the step before their own.
+        return in_turn and not (wanted(self._on_demand, step) or wanted(self._on_demand, step + 1))
 
     def begin(self, trainer: TrainingLoop) -> None:
         """The step that begins here is profiled."""
@@ -71,8 +74,8 @@ class Profiling:
         if profile is None:
             return None
         try:
-            until = time.monotonic()
             phases = self._phases.end_timeline()
+            until = time.monotonic()
             waits, self._pulse.waits = self._pulse.waits or [], None
             seen = profile.stop()
             if seen.problem:
@@ -85,7 +88,9 @@ class Profiling:
             last = trainer.one_step.parallel.last_step
             passes = last.times()[0] if last is not None else []
             spans = spans_of(phases, until, passes, seen.collectives)
-            return Profiled(break_down(step), rows(seen.collectives), seen.begin, spans)
+            # Written out here, where it counts as what a profile costs.
+            table = encode({"kind": "collectives", "step": trainer.step, "rows": rows(seen.collectives)})
+            return Profiled(break_down(step), table, _timeline(trainer.step, seen.begin, spans))
         except Exception as error:
             self._give_up(error)
             return None
@@ -120,6 +125,17 @@ def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
     for name, ranks in group_members().items():
         found[name] = Group(labels.get(" ".join(map(str, ranks)), "other"), len(ranks))
     return found, transfers
+
+
+def _timeline(step: int, begin: float, spans: list[Span]) -> bytes:
+    rounded = [(name, kind, round(start, 7), round(end, 7)) for name, kind, start, end in spans]
+    unix = round(time.time() - time.monotonic(), 6)
+    return encode({"step": step, "begin": round(begin, 7), "unix": unix, "spans": rounded})
+
+
+def encode(line: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    return json.dumps(line, separators=(",", ":")).encode()
 
 
 def labels_of(mesh: Mesh) -> dict[str, str]:
