@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.address import Address
 from meshwright.config_load import load_config, resolve_config
 from meshwright.models.shapes import SENSITIVE_LINEARS
+from meshwright.profile_steps import parse_steps
 from meshwright.secrets import Secrets
 
 __all__ = ["RunConfig", "load_config", "resolve_config"]
@@ -136,8 +137,8 @@ class TrainSection(_Section):
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 does not clip."""
     precision: Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"] = "float32"
-    """tf32 is float32 whose matrix products a GPU computes in TF32 (on a CPU it is float32); bf16 and fp16 compute in it
-    and keep weights, gradients and optimizer state in float32, unless precision.stored and precision.moments say
+    """tf32 is float32 whose matrix products a GPU computes in TF32 (on a CPU it is float32); bf16 and fp16 compute in
+    it and keep weights, gradients and optimizer state in float32, unless precision.stored and precision.moments say
     otherwise; fp16 scales the loss; fp8 is bf16 with linears that multiply in 8 bits; float64 is for proofs."""
     compile: Literal["auto", "on", "off"] = free("auto")
     """torch.compile of the layers; auto does it on a GPU. A first step takes longer, unless the compiler remembers."""
@@ -320,18 +321,31 @@ class ObserveSection(_Section):
     """Write the samples that every step was fed to DIR/ledger.jsonl; docs/numbers.md says what that can prove."""
     wandb: bool = free(False)
     """Send metrics to Weights & Biases (pip install 'meshwright[wandb]'); WANDB_MODE=offline keeps them here."""
+    mlflow: bool = free(False)
+    """Send metrics to the MLflow tracking server that MLFLOW_TRACKING_URI names, http:// or https://."""
     prometheus: str | None = free(None, min_length=1)
     """Serve metrics for Prometheus (pip install 'meshwright[prometheus]') at HOST:PORT or :PORT, by the first rank of
     each machine; :0 takes any free port. Without a host it is 127.0.0.1; another one needs
     observe.prometheus_token_file."""
     prometheus_token_file: str | None = secret_file()
     """A file with the bearer token that a scraper must show."""
+    profile_steps: str | None = free(None, min_length=1)
+    """Steps to profile on every rank, such as 10:12 for 10, 11 and 12; traces and memory go to DIR/profile."""
     sample: str | None = free(None)
     """Prompt that the model continues on the console at the end of the run."""
     sample_tokens: int = free(200, gt=0)
     """Length of that continuation."""
     straggler_every: int = free(20, ge=0)
     """Steps after which ranks compare what they spend on themselves, to name slow ones; 0 is never."""
+
+    @model_validator(mode="after")
+    def _steps_to_profile(self) -> Self:
+        if self.profile_steps is not None:
+            try:
+                parse_steps(self.profile_steps)
+            except ValueError as error:
+                raise ValueError(f"observe.profile_steps={error}") from None
+        return self
 
     @model_validator(mode="after")
     def _reachable_by_whom(self) -> Self:

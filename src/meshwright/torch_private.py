@@ -345,3 +345,23 @@ class RendezvousMember:
     def stop_heartbeats(self) -> None:
         """Say nothing more to the others."""
         self.handler._stop_heartbeats()
+
+
+def memory_events(profile: Any) -> list[list[int]]:
+    """Of a profile that has ended, each allocation and release on the CPU: (unix nanoseconds, bytes, sum so far)."""
+    found = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total, rows = 0, []
+    for event in sorted(found, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        rows.append([event.start_ns(), event.nbytes(), total])
+    return rows
+
+
+def record_memory(on: bool) -> None:
+    """Let the GPU's allocator remember who asks for memory, or forget it again."""
+    torch.cuda.memory._record_memory_history("all" if on else None, max_entries=1_000_000)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """What the GPU's allocator holds and remembers: plain tables and lists."""
+    return dict(torch.cuda.memory._snapshot())

@@ -25,7 +25,9 @@ from meshwright.observe.console import Console
 from meshwright.observe.end_report import EndReport
 from meshwright.observe.export import Export
 from meshwright.observe.ledger import Ledger
+from meshwright.observe.mlflow import MLflow
 from meshwright.observe.plan_file import PlanFile
+from meshwright.observe.profiler import Profiler
 from meshwright.observe.prometheus import Prometheus
 from meshwright.observe.recorder import Recorder
 from meshwright.observe.records import Records
@@ -64,11 +66,15 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(TensorBoard())
     if config.observe.wandb:
         hooks.append(Export(WeightsAndBiases))
+    if config.observe.mlflow:
+        hooks.append(Export(MLflow))
     if config.observe.prometheus is not None:
         hooks.append(Prometheus())
     hooks += [Console(), PlanFile()]
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
+    if config.observe.profile_steps is not None:
+        hooks.append(Profiler(config.observe.profile_steps))
     # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
     # it all, and who compares these times.
     return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps)]

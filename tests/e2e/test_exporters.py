@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -147,3 +148,105 @@ def test_metrics_that_others_can_reach_need_a_token(
                 get(url, **headers)
             assert answer.value.code == 401
             answer.value.close()
+
+
+@contextmanager
+def tracking_server(tmp_path: Path, *stop_at: str) -> Iterator[tuple[str, Path]]:
+    """A stand-in for an MLflow server, its URL and the file with what it is told."""
+    told = tmp_path / "told.jsonl"
+    command = [sys.executable, "-m", "tests.e2e.tracking_server", str(told), *stop_at]
+    server = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}", told
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_mlflow_gets_the_metrics_and_a_resumed_run_goes_on_there(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    options = [*tiny_run, "run.dir=a", "observe.mlflow=true"]
+    refused = meshwright("train", *options)
+    assert refused.returncode == 2
+    assert "set MLFLOW_TRACKING_URI" in refused.stderr
+    with tracking_server(tmp_path) as (url, file):
+        variables = {"MLFLOW_TRACKING_URI": url.replace("://", "://me:pass%2Fword@")}
+        for steps in (6, 8):
+            result = meshwright("train", *options, f"train.steps={steps}", **variables)
+            assert result.returncode == 0, result.stderr
+        told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["path"] for line in told].count("runs/create") == 1
+    batches = [line["content"] for line in told if line["path"] == "runs/log-batch"]
+    metrics = [metric for batch in batches for metric in batch.get("metrics", [])]
+    assert [metric["step"] for metric in metrics if metric["key"] == "train/loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert {batch["run_id"] for batch in batches} == {"run-0"}
+    settings = {entry["key"]: entry["value"] for batch in batches for entry in batch.get("params", [])}
+    assert settings["train.steps"] == "6"
+    ends = [line["content"].get("status") for line in told if line["path"] == "runs/update"]
+    assert ends == ["FINISHED", "RUNNING", "FINISHED"]
+    assert {line["authorization"] for line in told} == {"Basic bWU6cGFzcy93b3Jk"}
+
+
+TIMED_RUN = """
+import json, sys, time
+from meshwright.config import load_config
+from meshwright.trainer import Trainer
+from meshwright.training.hooks import Hook
+
+class Clock(Hook):
+    def __init__(self):
+        self.ends = []
+    def after_step(self, trainer, metrics):
+        self.ends.append(time.perf_counter())
+
+trainer = Trainer(load_config(None, sys.argv[2:]))
+trainer.hooks.append(clock := Clock())
+trainer.train()
+with open(sys.argv[1], "w") as file:
+    json.dump([after - before for before, after in zip(clock.ends, clock.ends[1:])], file)
+"""
+"""A training in one process, which ends as any Python program; writes how long its steps took, hooks included."""
+
+
+def test_services_that_stop_answering_slow_no_step_and_are_left_behind(tiny_run: list[str], tmp_path: Path) -> None:
+    settings = [setting for setting in tiny_run if not setting.startswith("train.steps")]
+    settings += ["train.steps=300", "observe.tensorboard=false", "checkpoint.every=0"]
+
+    def start(name: str, *more: str, **variables: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", TIMED_RUN, f"{name}.json", *settings, f"run.dir={name}", *more]
+        environment = {**os.environ, **variables, "HOME": str(tmp_path)}
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+
+    plain = start("plain")
+    plain.communicate(timeout=120)
+    exporters = ["observe.wandb=true", "observe.mlflow=true", "observe.prometheus=:0"]
+    with (
+        tracking_server(tmp_path, "runs/log-batch") as (tracking, file),
+        # The kernel takes connections for it, and nobody ever reads them.
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        base = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        services = {"MLFLOW_TRACKING_URI": tracking, "WANDB_BASE_URL": base, "WANDB_API_KEY": "0" * 40}
+        process = start("watched", *exporters, **services)
+        address = urllib.parse.urlsplit(served(tmp_path / "watched", process))
+        scrapers = [socket.create_connection((address.hostname, address.port)) for _ in range(20)]
+        for scraper in scrapers[:4]:
+            scraper.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        _, errors = process.communicate(timeout=120)
+        ended = time.time()
+        for scraper in scrapers:
+            scraper.close()
+        assert process.returncode == 0, errors
+        told = [json.loads(line)["path"] for line in file.read_text().splitlines()]
+    assert told.count("runs/log-batch") == 2, "the server has stopped itself"
+    for name in ("Weights & Biases", "MLflow"):
+        assert f"{name} has not finished in 10 s and is left behind" in errors
+    assert len(events(tmp_path / "watched", "exporter")) == 2
+    # Both have had the same ten seconds.
+    assert ended - events(tmp_path / "watched", "finished")[0]["time"] < 18
+    off, on = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("plain", "watched"))
+    assert statistics.median(on) < 1.5 * statistics.median(off) + 0.002
+    # One that waits for a service would wait for seconds.
+    assert max(on) < max(off) + 1

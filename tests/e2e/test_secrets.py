@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -30,7 +31,11 @@ PLACE = f"s3://AKIA{CANARY}KEYID:{CANARY}%2Fsecret@runs/a"
 
 def leaks(root: Path, *texts: str) -> list[str]:
     """Where a canary is found: files below a folder, and texts."""
-    found = [str(path) for path in root.rglob("*") if path.is_file() and CANARY.encode() in path.read_bytes()]
+
+    def content(path: Path) -> bytes:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+    found = [str(path) for path in root.rglob("*") if path.is_file() and CANARY.encode() in content(path)]
     found += [str(path) for path in root.rglob("*") if CANARY in path.name]
     return found + [text for text in texts if CANARY in text]
 
@@ -57,6 +62,7 @@ def planted(bucket: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         "run.dir=a",
         "observe.wandb=true",
         "observe.prometheus=:0",
+        "observe.profile_steps=1:2",
         f"observe.prometheus_token_file={home / 'token'}",
     ]
 
@@ -74,14 +80,16 @@ def test_no_secret_is_in_what_a_run_leaves_or_serves_and_it_goes_on(
     assert first.returncode == 0, first.stderr
     assert "restarted from step 2" in first.stderr
     assert 'dir = "s3://runs/a"' in (tmp_path / "a/config.toml").read_text()
+    assert list((tmp_path / "a/profile").glob("*.trace.json.gz"))
     assert list((tmp_path / "a/wandb").glob("offline-run-*/*.wandb"))
     # Without the login, which the run folder does not have, nobody gets in.
     refused, listed = meshwright("checkpoint", "ls", "a"), meshwright("checkpoint", "ls", PLACE)
     assert refused.returncode == 2
     assert "s3://runs/a cannot be used" in refused.stderr
-    assert "step-000006" in listed.stdout
+    assert "verified" in listed.stdout
     (tmp_path / "a/events.jsonl").unlink()
-    with training(tmp_path, *options) as process:
+    # Now the login is on the command line, which services would like to know.
+    with training(tmp_path, *options, f"checkpoint.dir={PLACE}") as process:
         url = served(tmp_path / "a", process)
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {CANARY}-bearer"})
 

@@ -22,7 +22,7 @@ from meshwright.models.rope import angles
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel import compile
 from meshwright.parallel.world import World
-from meshwright.planning.memory import kept_by_layer, layer_work
+from meshwright.planning.layer_memory import kept_by_layer, layer_work
 from meshwright.planning.question import Question
 from meshwright.planning.scenario import Layout
 from meshwright.verify.pool import RankPool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ ROOM = 1024
 """Steps that wait in a queue at most."""
 TOGETHER = 256
 """Steps that an exporter is given at most at a time."""
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
 """How long an exporter may take to finish at the end of a run, ..."""
 PATIENCE_AFTER_ERROR_S = 1.0
 """... and where an error ended it: nobody restarts what still waits for a service."""
@@ -33,6 +34,7 @@ class Record:
     """What is exported of a step."""
 
     step: int
+    time: float
     values: dict[str, float]
     """By TensorBoard's tags."""
 
@@ -55,6 +57,9 @@ class Exporter(ABC):
     def close(self, completed: bool) -> None:
         """Finish, after the last record."""
 
+    def abandon(self) -> None:  # noqa: B027
+        """Nobody waits for it any longer, at the end or after a failure: leave nothing behind that runs on."""
+
 
 class Queue:
     """The records that wait for an exporter, and the thread that brings them."""
@@ -65,9 +70,11 @@ class Queue:
         self._waiting: deque[Record] = deque()
         self._changed = threading.Condition()
         self._news: deque[tuple[str, str]] = deque()
-        self._ended = False
+        self.ended = False
+        """Whether nothing more comes."""
         self._completed = False
-        self._failed = False
+        self._failed = self._abandoned = False
+        self._patience_s = self._deadline = 0.0
         self.dropped = 0
         """Records that did not fit."""
         self._thread = threading.Thread(target=self._work, name=f"export to {exporter.name}", daemon=True)
@@ -92,18 +99,24 @@ class Queue:
         """What has happened since the last call, (kind, text): failures, losses."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
-    def close(self, completed: bool, patience_s: float) -> None:
-        """Let the exporter finish within that time, or go on without it."""
+    def finish(self, completed: bool, patience_s: float) -> None:
+        """Nothing more comes: the exporter has that time from now on."""
         with self._changed:
-            self._ended, self._completed = True, completed
+            self.ended, self._completed, self._patience_s = True, completed, patience_s
+            self._deadline = time.monotonic() + patience_s
             self._changed.notify()
-        self._thread.join(patience_s)
+
+    def close(self) -> None:
+        """Wait for the exporter until its time is up, and go on without it."""
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
         if self._thread.is_alive():
             with self._changed:
                 left = len(self._waiting)
                 self._waiting.clear()
+            self._abandoned = True
+            self._exporter.abandon()
             waiting = f", with {left} steps unsent" if left else ""
-            self._news.append(("abandoned", f"has not finished in {patience_s:g} s and is left behind{waiting}"))
+            self._news.append(("abandoned", f"has not finished in {self._patience_s:g} s and is left behind{waiting}"))
         if self.dropped:
             self._news.append(("dropped", f"has missed {self.dropped} steps; metrics.jsonl has them"))
 
@@ -115,13 +128,16 @@ class Queue:
             self._exporter.close(self._completed)
         except Exception as error:
             self._failed = True
+            if self._abandoned:
+                return
+            self._exporter.abandon()
             text = f"{type(error).__name__}: {error}".splitlines()[0]
             self._news.append(("failed", f"cannot be reached: {text}; the run goes on without it until its next start"))
 
     def _take(self) -> list[Record]:
         """The records that wait, as soon as there are any; none once it is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._ended)
+            self._changed.wait_for(lambda: self._waiting or self.ended)
             return [self._waiting.popleft() for _ in range(min(TOGETHER, len(self._waiting)))]
 
 
@@ -133,7 +149,6 @@ class Export(Hook):
         self._trainer: TrainingLoop | None = None
         self._exporter: Exporter | None = None
         self._queue: Queue | None = None
-        self._completed = False
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if trainer.world.is_first and not trainer.finished:
@@ -144,15 +159,19 @@ class Export(Hook):
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self._queue is not None:
             values = {tag: metrics[name] for name, tag in TAGS.items() if name in metrics}
-            self._queue.put(Record(trainer.step, values))
+            self._queue.put(Record(trainer.step, time.time(), values))
             self._tell()
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        self._completed = True
+        # All exporters finish at the same time, while hooks that come later save and say goodbye.
+        if self._queue is not None:
+            self._queue.finish(completed=True, patience_s=PATIENCE_S)
 
     def close(self) -> None:
         if self._queue is not None:
-            self._queue.close(self._completed, PATIENCE_S if self._completed else PATIENCE_AFTER_ERROR_S)
+            if not self._queue.ended:
+                self._queue.finish(completed=False, patience_s=PATIENCE_AFTER_ERROR_S)
+            self._queue.close()
             self._tell()
 
     def _tell(self) -> None:

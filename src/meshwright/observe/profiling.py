@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from meshwright.observe.issued import Group
 from meshwright.observe.step_profile import StepProfile
 from meshwright.observe.step_spans import Span, spans_of
 from meshwright.parallel.mesh import Mesh, axes_of
+from meshwright.profile_steps import wanted
 from meshwright.torch_private import group_members
 from meshwright.training.loop import TrainingLoop
 
@@ -26,9 +28,10 @@ class Profiled:
     """What a profile has shown of a step."""
 
     breakdown: Breakdown
-    rows: list[dict[str, Any]]
-    begin: float
-    spans: list[Span]
+    collectives: bytes
+    """A line with the table of them."""
+    spans: bytes
+    """A line with the timeline."""
 
 
 class Profiling:
@@ -36,6 +39,7 @@ class Profiling:
 
     def __init__(self, trainer: TrainingLoop, phases: Phases) -> None:
         self.every = trainer.config.observe.profile_every
+        self._on_demand = trainer.config.observe.profile_steps
         self._first = trainer.step + FIRST
         self._phases, self._pulse = phases, trainer.world.pulse
         self._on_gpu = trainer.world.device.type == "cuda"
@@ -48,7 +52,9 @@ class Profiling:
 
     def is_due(self, step: int) -> bool:
         """Whether this step is to be profiled."""
-        return self.every > 0 and step >= self._first and (step - self._first) % self.every == 0
+        in_turn = self.every > 0 and step >= self._first and (step - self._first) % self.every == 0
+        # Profiles on demand begin at the end of the step before their own.
+        return in_turn and not (wanted(self._on_demand, step) or wanted(self._on_demand, step + 1))
 
     def begin(self, trainer: TrainingLoop) -> None:
         """The step that begins here is profiled."""
@@ -68,8 +74,8 @@ class Profiling:
         if profile is None:
             return None
         try:
-            until = time.monotonic()
             phases = self._phases.end_timeline()
+            until = time.monotonic()
             waits, self._pulse.waits = self._pulse.waits or [], None
             seen = profile.stop()
             if seen.problem:
@@ -82,7 +88,9 @@ class Profiling:
             last = trainer.one_step.parallel.last_step
             passes = last.times()[0] if last is not None else []
             spans = spans_of(phases, until, passes, seen.collectives)
-            return Profiled(break_down(step), rows(seen.collectives), seen.begin, spans)
+            # Written out here, where it counts as what a profile costs.
+            table = encode({"kind": "collectives", "step": trainer.step, "rows": rows(seen.collectives)})
+            return Profiled(break_down(step), table, _timeline(trainer.step, seen.begin, spans))
         except Exception as error:
             self._give_up(error)
             return None
@@ -117,6 +125,17 @@ def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
     for name, ranks in group_members().items():
         found[name] = Group(labels.get(" ".join(map(str, ranks)), "other"), len(ranks))
     return found, transfers
+
+
+def _timeline(step: int, begin: float, spans: list[Span]) -> bytes:
+    rounded = [(name, kind, round(start, 7), round(end, 7)) for name, kind, start, end in spans]
+    unix = round(time.time() - time.monotonic(), 6)
+    return encode({"step": step, "begin": round(begin, 7), "unix": unix, "spans": rounded})
+
+
+def encode(line: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    return json.dumps(line, separators=(",", ":")).encode()
 
 
 def labels_of(mesh: Mesh) -> dict[str, str]:

@@ -6,7 +6,6 @@ recorded as well: its own calls, and what a profiled step takes longer than othe
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import statistics
@@ -22,7 +21,7 @@ from meshwright.observe.breakdown import Breakdown
 from meshwright.observe.device_phases import DevicePhases
 from meshwright.observe.host_phases import HostPhases, Phases, Timed
 from meshwright.observe.line_writer import LineWriter
-from meshwright.observe.profiling import Profiled, Profiling
+from meshwright.observe.profiling import Profiled, Profiling, encode
 from meshwright.observe.rank_memory import RankMemory, gradient_bytes, optimizer_bytes, parameter_bytes
 from meshwright.observe.step_metrics import StepMetrics, chip_of
 from meshwright.training.hooks import Hook, Metrics
@@ -201,21 +200,15 @@ class _Recording:
             self._put(line)
             self.steps.append(line)
             if profiled is not None:
-                self._put({"kind": "collectives", "step": timed.step, "rows": profiled.rows})
-                self._put_spans(timed.step, profiled)
+                self._writer.put(self._lines, profiled.collectives)
+                self._writer.put(self._spans, profiled.spans)
             if self._cost.add(timed, profiled is not None):
                 self._put(self._cost.line(timed.step, profiled is not None))
             if self._is_first and self._cost.is_to_tell:
                 print(self._cost.sentence(), flush=True)
 
     def _put(self, line: dict[str, Any]) -> None:
-        self._writer.put(self._lines, json.dumps(line, separators=(",", ":")).encode())
-
-    def _put_spans(self, step: int, profiled: Profiled) -> None:
-        spans = [(name, kind, round(begin, 7), round(end, 7)) for name, kind, begin, end in profiled.spans]
-        unix = round(time.time() - time.monotonic(), 6)
-        line = {"step": step, "begin": round(profiled.begin, 7), "unix": unix, "spans": spans}
-        self._writer.put(self._spans, json.dumps(line, separators=(",", ":")).encode())
+        self._writer.put(self._lines, encode(line))
 
 
 class Cost:

@@ -1,11 +1,17 @@
-"""Weights & Biases: each step's metrics, under the tags that TensorBoard gets too."""
+"""Weights & Biases: each step's metrics, under the tags that TensorBoard gets too, sent by a process of their own."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-from meshwright.observe.export import PATIENCE_S, Exporter, Record
+from meshwright.observe.export import Exporter, Record
 from meshwright.secrets import public
 from meshwright.training.loop import TrainingLoop
 
@@ -16,29 +22,33 @@ class WeightsAndBiases(Exporter):
     name = "Weights & Biases"
 
     def __init__(self, trainer: TrainingLoop) -> None:
-        # Here and not on the thread: an import would hold up steps.
-        import wandb
-
-        self._wandb = wandb
         folder = trainer.job.folder.path
-        self._arguments = {"name": folder.name, "dir": str(folder), "config": public(trainer.config.model_dump())}
-        self._run: Any = None
+        config = public(trainer.config.model_dump(mode="json"))
+        self._arguments = {"name": folder.name, "dir": str(folder.resolve()), "config": config}
+        command = [sys.executable, "-m", "meshwright.observe.wandb_sender"]
+        # A session of its own: a signal to the ranks is not one to it, and it is ended with all that it has started.
+        self._sender = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
     def open(self) -> None:
-        settings = self._wandb.Settings(
-            # Command line, console and code may hold what is nobody's business; metrics and settings are what is sent.
-            console="off",
-            disable_git=True,
-            save_code=False,
-            x_disable_meta=True,
-            # A process that ends waits for its service no longer than the queue does.
-            finish_timeout=PATIENCE_S + 1,
-        )
-        self._run = self._wandb.init(**self._arguments, settings=settings)
+        self._write(self._arguments)
 
     def send(self, records: Sequence[Record]) -> None:
         for record in records:
-            self._run.log(record.values, step=record.step)
+            self._write([record.step, record.values])
 
     def close(self, completed: bool) -> None:
-        self._run.finish(exit_code=0 if completed else 1)
+        self._write(completed)
+        if code := self._sender.wait():
+            raise RuntimeError(f"its process ended with exit code {code}")
+
+    def abandon(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._sender.pid, signal.SIGKILL)
+
+    def _write(self, message: Any) -> None:
+        assert self._sender.stdin is not None
+        try:
+            self._sender.stdin.write(json.dumps(message) + "\n")
+            self._sender.stdin.flush()
+        except OSError:
+            raise RuntimeError(f"its process ended with exit code {self._sender.wait()}") from None

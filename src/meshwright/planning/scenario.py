@@ -14,7 +14,7 @@ from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.held_layers import RankLayers, Stage, ranks_of, stages_of
 from meshwright.planning.software import Software
-from meshwright.strategy import Strategy
+from meshwright.strategy import Strategy, host_activations, host_states
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,16 @@ class Layout:
             offload=self.offload,
             shares=self.shares,
         )
+
+    @property
+    def host_states(self) -> str:
+        """Whose state lives in host memory: none, optimizer or parameters."""
+        return host_states(self.offload)
+
+    @property
+    def host_activations(self) -> bool:
+        """Whether activations wait in host memory."""
+        return host_activations(self.offload)
 
     @property
     def data_shares(self) -> tuple[int, ...]:

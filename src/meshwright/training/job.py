@@ -5,6 +5,8 @@ No torch here, so that a mistake is reported at once and before any work is lost
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,6 +80,11 @@ def _check_exporters(observe: ObserveSection) -> None:
     """Raise where a package of an exporter is missing, or the token that it asks others for."""
     if observe.wandb and find_spec("wandb") is None:
         raise ConfigError("observe.wandb needs the wandb package; pip install 'meshwright[wandb]'")
+    if observe.mlflow and not re.match("https?://", os.environ.get("MLFLOW_TRACKING_URI", "")):
+        raise ConfigError(
+            "observe.mlflow sends to a tracking server: set MLFLOW_TRACKING_URI to its address, such as "
+            "http://127.0.0.1:5000, where `mlflow server` listens"
+        )
     if observe.prometheus is not None:
         if find_spec("prometheus_client") is None:
             raise ConfigError(

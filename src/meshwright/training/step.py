@@ -90,7 +90,7 @@ class TrainingStep:
         """Give the split model its memory and first values."""
         config, device = self.config, self.world.device
         # FSDP keeps shards where they were made; buffers are needed where the model computes.
-        materialise(self.model, torch.device("cpu") if self.strategy.offload == "parameters" else device)
+        materialise(self.model, torch.device("cpu") if self.strategy.host_states == "parameters" else device)
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))

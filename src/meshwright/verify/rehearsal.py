@@ -121,6 +121,8 @@ class _Step(TrainingStep):
         materialise(self.model, self.world.device)
         if self._averaged:
             self.parallel.without_ddp()
+        if self.parallel.host_activations is not None:
+            self.parallel.host_activations.rehearse()
         self._follow.parameters = list(self.parallel.parameters())
 
 
@@ -201,7 +203,7 @@ class _Follow(TorchDispatchMode):
     def _hold(self, given: list[Tensor], result: Any) -> None:
         """Count what is new; storages that are there already may have been made larger or empty (FSDP does)."""
         for tensor in [*given, *_tensors(result)]:
-            if type(tensor) is not FakeTensor:
+            if type(tensor) is not FakeTensor or tensor.device.type == "meta":
                 continue
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
