@@ -143,6 +143,13 @@ def test_a_trained_run_has_a_report_that_works_offline(
     expect(page.locator("#state")).to_have_text("finished")
     expect(page.locator("#loss path.curve").first).to_be_attached()
     assert seen.hosts == {"file:"}
+    # A report that cannot be written ends no training.
+    (tmp_path / "run/report.html").unlink()
+    (tmp_path / "run/report.html").mkdir()
+    result = meshwright("train", *tiny_run, "run.dir=run", "train.steps=41", "train.eval_every=20")
+    assert result.returncode == 0, result.stderr
+    assert "the report could not be written" in result.stderr
+    assert not list((tmp_path / "run").glob(".report*")), "no rest of it is left"
 
 
 def test_texts_of_a_run_do_no_harm(tmp_path: Path, meshwright: Callable[..., Any], opened: Open) -> None:

@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.observe.view import RunView
 from meshwright.observe.web import hub
@@ -328,3 +329,22 @@ def test_closing_ends_the_streams(start: Start) -> None:
     stream.close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", client.port), timeout=1)
+
+
+def test_mistakes_on_the_command_line_are_told(
+    tmp_path: Path, run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
+    for arguments, words in (
+        ([tmp_path / "nowhere", "--web"], "is not a folder"),
+        ([tmp_path, "--web"], "holds no run"),
+        ([run_folder, "--web", "--host", "0.0.0.0"], "needs a --token-file"),
+        ([run_folder, "--web", "--port", "70000"], "is not a port"),
+        ([run_folder, "--web", "--host", "192.0.2.1", "--token-file", token], "cannot listen on 192.0.2.1"),
+    ):
+        assert main(["watch", *map(str, arguments)]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["report", str(run_folder), "--out", str(tmp_path / "no" / "where.html")]) == 2
+    assert "cannot be written" in capsys.readouterr().err

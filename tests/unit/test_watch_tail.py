@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,16 @@ def test_lines_that_are_no_records_are_left_out(tmp_path: Path, rubbish: bytes) 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b"x" * (LONGEST_LINE + 5 * 1024 * 1024) + b'\n{"a": 2}\n')
-    assert Tail(path).read().lines == [{"a": 2}]
+    with path.open("wb") as file:
+        file.truncate(6 * LONGEST_LINE)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"a": 2}\n')
+    tracemalloc.start()
+    try:
+        assert Tail(path).read().lines == [{"a": 2}]
+        assert tracemalloc.get_traced_memory()[1] < 4 * LONGEST_LINE
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_comes_in_pieces_is_what_comes_at_once(tmp_path: Path) -> None:
@@ -106,6 +115,10 @@ def test_the_last_record_of_a_step_counts() -> None:
         curves.add({"step": step, "loss": loss})
     assert curves.points("loss") == [(1, 5.0), (2, 4.5), (3, 3.0)]
     assert curves.last_step() == 2, "the run is back at step 2"
+    curves.add({"step": 2, "eval_loss": 7.0})
+    curves.add({"step": 2, "loss": 4.0})
+    assert curves.points("eval_loss") == []
+    assert curves.points("loss")[1] == (2, 4.0)
 
 
 def test_values_that_are_no_numbers_leave_gaps() -> None:

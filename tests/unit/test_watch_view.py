@@ -183,6 +183,17 @@ def test_rubbish_in_a_file_is_no_error(tmp_path: Path, name: str, rubbish: bytes
     to_text(snapshot([RunView(folder).refresh()]))
 
 
+def test_what_goes_to_a_browser_is_plain_json_of_bearable_length(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dp=2", world=2, steps=5)
+    append(
+        folder / "events.jsonl", {"event": "spike", "loss": float("nan"), "best": float("inf"), "text": "x" * 100_000}
+    )
+    text = to_text(snapshot([RunView(folder).refresh()]))
+    event = json.loads(text, parse_constant=pytest.fail)["runs"][0]["events"][-1]
+    assert (event["loss"], event["best"]) == (None, None)
+    assert len(event["text"]) < 5000
+
+
 def test_changes_lead_from_one_snapshot_to_the_next(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "dp=2", world=2, steps=40, planned_steps=4000, end=None)
     run = RunView(folder, clock=lambda: 0.0)

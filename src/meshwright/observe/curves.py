@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 SERIES = (
@@ -24,7 +25,7 @@ SERIES = (
     "loss_scale",
     "spike_score",
 )
-MISSING = math.nan
+_KNOWN = frozenset(SERIES)
 
 
 def number(value: object) -> float | None:
@@ -38,65 +39,105 @@ def number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
+class Curve:
+    """The values of one metric, in the order of steps."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+
+    def put(self, step: int, value: float | None) -> None:
+        """Take the value of a step, also of one that has a value already; None takes it away."""
+        if not self.steps or step > self.steps[-1]:
+            if value is not None:
+                self.steps.append(step)
+                self.values.append(value)
+            return
+        place = bisect_left(self.steps, step)
+        known = self.steps[place] == step
+        if known and value is None:
+            del self.steps[place], self.values[place]
+        elif known and value is not None:
+            self.values[place] = value
+        elif value is not None:
+            self.steps.insert(place, step)
+            self.values.insert(place, value)
+
+
 class Curves:
     """The metrics of every step; of a step that was recorded twice, the last record counts."""
 
     def __init__(self) -> None:
-        self.steps = array("q")
-        self.times = array("d")
-        """Unix seconds at the end of a step; NaN where the record does not say."""
-        self._columns = {name: array("d") for name in SERIES}
-        self._rows: dict[int, int] = {}
-        self._newest = -1
-        """The row of the record that came last."""
+        self._curves: dict[str, Curve] = {}
+        self._all = Curve()
+        """Every step, with the time of its end; NaN where the record does not say."""
+        self._newest = 0
+        """The step that was recorded last."""
 
     def __len__(self) -> int:
-        return len(self.steps)
+        return len(self._all.steps)
+
+    @property
+    def steps(self) -> array[int]:
+        """All steps, in order."""
+        return self._all.steps
+
+    @property
+    def times(self) -> array[float]:
+        """Unix seconds at the end of each step; NaN where the record does not say."""
+        return self._all.values
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line of metrics.jsonl."""
         step = line.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 53:
             return
-        row = self._newest = self._rows.setdefault(step, len(self.steps))
+        again = bool(self._all.steps) and step <= self._all.steps[-1]
         time = number(line.get("time"))
-        values = {name: number(line.get(name)) for name in SERIES}
-        if row == len(self.steps):
-            self.steps.append(step)
-            self.times.append(MISSING)
-            for column in self._columns.values():
-                column.append(MISSING)
-        self.times[row] = MISSING if time is None else time
-        for name, value in values.items():
-            self._columns[name][row] = MISSING if value is None else value
+        self._all.put(step, math.nan if time is None else time)
+        self._newest = step
+        # What an earlier record of the step had and this one has not is over, too.
+        for name in SERIES if again else line.keys() & _KNOWN:
+            value = number(line.get(name))
+            if value is not None or again:
+                self._curves.setdefault(name, Curve()).put(step, value)
 
     def points(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of every step that has one, in the order of steps."""
-        found = [(step, value) for step, value in zip(self.steps, self._columns[name], strict=True) if value == value]
-        if any(later[0] < earlier[0] for earlier, later in zip(found, found[1:], strict=False)):
-            found.sort()
-        return found
+        curve = self._of(name)
+        return list(zip(curve.steps, curve.values, strict=True))
+
+    def thinned(self, name: str, most: int) -> tuple[list[int], list[float]]:
+        """Steps and values, of which there are at most that many; `thin` says which."""
+        curve = self._of(name)
+        kept = kept_places(curve.values, most)
+        return [curve.steps[place] for place in kept], [curve.values[place] for place in kept]
 
     def recent(self, name: str, count: int) -> list[float]:
-        """The last values of a metric, of at most that many steps."""
-        return [value for value in self._columns[name][-count:] if value == value]
+        """The last values of a metric, at most that many."""
+        return list(self._of(name).values[-count:])
 
     def total(self, name: str) -> float:
         """The sum over all steps."""
-        return math.fsum(value for value in self._columns[name] if value == value)
+        return math.fsum(self._of(name).values)
 
     def last(self, name: str) -> float | None:
         """The newest value, of whichever step had one."""
-        return next((value for value in reversed(self._columns[name]) if value == value), None)
+        values = self._of(name).values
+        return values[-1] if values else None
 
     def last_time(self) -> float | None:
         """When the newest step ended."""
-        time = self.times[self._newest] if len(self.times) else MISSING
+        place = bisect_left(self._all.steps, self._newest)
+        time = self._all.values[place] if len(self) else math.nan
         return time if time == time else None
 
     def last_step(self) -> int:
         """The newest step; 0 before the first."""
-        return self.steps[self._newest] if len(self.steps) else 0
+        return self._newest
+
+    def _of(self, name: str) -> Curve:
+        return self._curves.get(name) or Curve()
 
 
 def thin(points: list[tuple[int, float]], most: int = 2000) -> list[tuple[int, float]]:
@@ -105,31 +146,21 @@ def thin(points: list[tuple[int, float]], most: int = 2000) -> list[tuple[int, f
     Buckets are a power of two wide and begin at the same points whatever follows, so that a curve that grows keeps
     what was drawn of it until the buckets double.
     """
-    if len(points) <= most:
-        return points
+    return [points[place] for place in kept_places(array("d", (value for _, value in points)), most)]
+
+
+def kept_places(values: array[float], most: int) -> Sequence[int]:
+    """Which of some values `thin` keeps."""
+    if len(values) <= most:
+        return range(len(values))
     width = 1
-    while 2 * -(-len(points) // width) + 1 > most:
+    while 2 * -(-len(values) // width) + 1 > most:
         width *= 2
-    found = list(_extremes(points, width))
-    if found[-1] != points[-1]:
-        found.append(points[-1])
+    found: list[int] = []
+    for start in range(0, len(values), width):
+        bucket = values[start : start + width]
+        low, high = start + bucket.index(min(bucket)), start + bucket.index(max(bucket))
+        found += sorted({low, high})
+    if found[-1] != len(values) - 1:
+        found.append(len(values) - 1)
     return found
-
-
-def _extremes(points: list[tuple[int, float]], width: int) -> Iterator[tuple[int, float]]:
-    for start in range(0, len(points), width):
-        bucket = points[start : start + width]
-        low, high = min(bucket, key=_value), max(bucket, key=_value)
-        yield from _once(sorted((low, high)))
-
-
-def _value(point: tuple[int, float]) -> float:
-    return point[1]
-
-
-def _once(points: Iterable[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    before = None
-    for point in points:
-        if point != before:
-            yield point
-        before = point

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.observe.comparison import Pair
-from meshwright.observe.curves import SERIES, thin
+from meshwright.observe.curves import SERIES
 from meshwright.observe.rank_files import numbers_of, parts_of
 from meshwright.observe.view import Rank, View
 
@@ -80,15 +80,14 @@ def _names(views: Sequence[View]) -> list[str]:
 
 
 def _run(view: View, name: str) -> dict[str, Any]:
-    curves = {series: points for series in SERIES if (points := thin(view.curves.points(series), MOST_POINTS))}
-    begun = [time for time in view.curves.times if time == time]
+    curves = {series: view.curves.thinned(series, MOST_POINTS) for series in SERIES}
     return {
         "name": name,
         "state": view.state,
         "reason": view.reason,
         "since": view.since,
         "age_s": view.age_s,
-        "updated": begun[-1] if begun else None,
+        "updated": view.curves.last_time(),
         "step": view.step,
         "steps": view.steps,
         "world": view.world,
@@ -100,8 +99,8 @@ def _run(view: View, name: str) -> dict[str, Any]:
         "chip": next((rank.record.start.get("chip") for rank in view.ranks if rank.record.start.get("chip")), None),
         "step_s": view.step_s,
         "latest": {series: view.curves.last(series) for series in SERIES},
-        "curves": {series: [[step for step, _ in points], [float(f"{value:.6g}") for _, value in points]]
-                   for series, points in curves.items()},
+        "curves": {series: [steps, [float(f"{value:.6g}") for value in values]]
+                   for series, (steps, values) in curves.items() if steps},
         "ranks": [_rank(rank) for rank in view.ranks],
         "events": view.events[-MOST_EVENTS:],
         "earlier_events": max(0, len(view.events) - MOST_EVENTS),

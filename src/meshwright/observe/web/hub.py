@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,6 +15,8 @@ from meshwright.observe.view import RunView
 MOST_CLIENTS = 16
 WAITING = 32
 """Messages that a browser may be behind; one that is slower is cut off, and asks for everything anew."""
+REST = 10
+"""Reading takes at most this part of the time of one core: very long runs are shown a little later."""
 
 
 class TooManyClients(Exception):
@@ -94,12 +97,15 @@ class Hub:
         return new
 
     def _follow(self) -> None:
+        pause = self._interval_s
         while not self._closed.is_set():
             self._wanted.wait()
-            if self._closed.wait(self._interval_s):
+            if self._closed.wait(pause):
                 return
+            began = time.perf_counter()
             with self._lock:
                 self._refresh()
+            pause = max(self._interval_s, REST * (time.perf_counter() - began))
 
 
 def _end(client: Client) -> None:

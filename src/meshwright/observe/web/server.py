@@ -11,7 +11,6 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
@@ -237,6 +236,7 @@ def serve(runs: Sequence[RunView], host: str, port: int, token: str | None) -> N
     try:
         print(f"the page is at {server.url} (Ctrl-C ends it)", flush=True)
         threading.Event().wait()
+    except KeyboardInterrupt:
+        print("the page is closed", flush=True)
     finally:
-        with suppress(KeyboardInterrupt):
-            server.close()
+        server.close()

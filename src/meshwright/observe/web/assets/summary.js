@@ -48,7 +48,7 @@ export class Summary {
     if (!run.steps) return;
     const share = Math.min(1, run.step / run.steps);
     this.progress.querySelector(".bar div").style.width = `${share * 100}%`;
-    const left = run.state === "running" && run.step_s && share < 1 ? `, about ${seconds((run.steps - run.step) * run.step_s)} left` : "";
+    const left = run.state === "running" && run.step_s && share < 1 ? `, about ${seconds(Math.ceil((run.steps - run.step) * run.step_s))} left` : "";
     this.progress.querySelector("p").textContent = `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}${left}`;
   }
 
@@ -61,7 +61,7 @@ export class Summary {
       element("div", { class: "quiet" }, below || "\u00a0"));
     const expected = (pair, text) => (pair.predicted === null ? "" : `planned ${text(pair.predicted)} ${signedPercent(pair.error) && `(${signedPercent(pair.error)})`}`);
     const speed = latest.mfu !== null ? ["MFU", percent(latest.mfu)] : latest.tflops_per_device !== null ? ["TFLOP/s per device", number(latest.tflops_per_device, 3)] : null;
-    const most = Math.max(0, ...run.ranks.map((rank) => held(rank) ?? 0)) || peak.measured;
+    const most = Math.max(peak.measured ?? 0, ...run.ranks.map((rank) => held(rank) ?? 0));
     const made = [
       figure("loss", number(latest.loss), latest.eval_loss === null ? "" : `held-out ${number(latest.eval_loss)}`),
       figure("tokens/s", count(latest.tokens_per_s), run.world > 1 ? `${count(latest.tokens_per_s === null ? null : latest.tokens_per_s / run.world)} per rank` : ""),
