@@ -107,7 +107,7 @@ def test_a_phase_that_a_rank_does_not_tell_is_not_judged() -> None:
 
 
 def test_a_phase_that_takes_others_no_time_at_all_has_no_factor() -> None:
-    told = [Sections(0, {"checkpoint": 0.0}, 1.0), Sections(1, {"checkpoint": 0.9}, 1.0, host="node-7")]
+    told = [Sections(2, {"checkpoint": 0.0}, 1.0), Sections(1, {"checkpoint": 0.9}, 1.0, host="node-7")]
     judge = Stragglers()
     assert named(judge, told, told) == {(1, "checkpoint")}
     assert sentence(judge.slow[1, "checkpoint"]) == "rank 1 on node-7 is slow in checkpoint: 0.9 s a step too long"
@@ -143,5 +143,15 @@ def test_own_time_is_known_where_nobody_waits_and_elsewhere_from_profiles() -> N
     assert own_seconds(lines, plain) == {"data": 1.0, "forward": 2.0, "optimizer": 0.0}
     lines.append({"profiled": True, "parts": {"data": 5.0, "forward": 3.0, "backward": 4.0}})
     found = own_seconds(lines, plain)
-    assert (found["data"], found["forward"], found["backward"], found["checkpoint"]) == (1.0, 2.0, 4.0, 0.0)
+    assert (found["data"], found["forward"], found["backward"]) == (1.0, 2.0, 4.0)
+    assert "checkpoint" not in found
+    lines[2]["parts"]["checkpoint"] = 3.0
+    assert own_seconds(lines, plain)["checkpoint"] == 0.5
     assert own_seconds([], plain) == {}
+
+
+def test_the_first_rank_is_not_slow_because_it_commits_what_all_have_saved() -> None:
+    told = [Sections(rank, {"checkpoint": 0.9 if rank == 0 else 0.2}, 1.0) for rank in range(4)]
+    assert not named(Stragglers(), told, told, told)
+    slow = [Sections(rank, {"checkpoint": {0: 0.9, 2: 0.8}.get(rank, 0.2)}, 1.0) for rank in range(4)]
+    assert named(Stragglers(), slow, slow, slow) == {(2, "checkpoint")}

@@ -2,7 +2,8 @@
 
 A phase's own time is known where nothing in it waits for other ranks: in data always, in the forward pass of plain
 copies, in an update that each rank makes for itself. Elsewhere profiled steps tell it, whose parts are without exposed
-communication and bubble.
+communication and bubble. Saves are too rare for that and are taken as they are: where ranks wait for each other in one,
+all take as long, and nobody is called slow.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ def own_seconds(lines: Sequence[Mapping[str, Any]], alone: Iterable[str]) -> dic
     """A step's own seconds by phase, over the steps of a window; phases of which they are not known are left out."""
     alone = set(alone)
     profiled = [line for line in lines if line.get("profiled")]
-    found = {}
+    found: dict[str, float] = {}
     for phase in PHASES:
+        if phase == "checkpoint":
+            saves = sum(line["parts"].get(phase, 0.0) for line in lines)
+            # A window without a save says nothing of saves.
+            found |= {phase: saves / len(lines)} if saves else {}
+            continue
         # A profiler slows down what it watches, and not all ranks alike.
         chosen = [line for line in lines if not line.get("profiled")] if phase in alone else profiled
         if chosen:

@@ -21,9 +21,6 @@ MATTERS = 0.1
 NEEDED, WINDOWS = 2, 3
 """A rank is named that was slow in so many of the last windows, and no longer one that was not."""
 
-_SAME_FOR_ALL = ("data",)
-"""Phases in which ranks do the same whichever layers they hold."""
-
 
 @dataclass(frozen=True)
 class Sections:
@@ -104,7 +101,7 @@ class Stragglers:
         if not others:
             return None
         own = self._own(one, phase)
-        alike = [other for other in others if phase in _SAME_FOR_ALL or other.kind == one.kind]
+        alike = [other for other in others if _same_work(one, other, phase)]
         if alike:
             expected = median_low(other.seconds[phase] for other in alike)
             relative = spent / expected if expected > 0 else None
@@ -122,6 +119,15 @@ class Stragglers:
         """How many times as long it takes as at its best."""
         best = self._best[one.rank, phase]
         return one.seconds[phase] / best if best > 0 else 1.0
+
+
+def _same_work(one: Sections, other: Sections, phase: str) -> bool:
+    """Whether two ranks do the same in a phase."""
+    if phase == "data":
+        # Whichever layers they hold.
+        return True
+    # The first rank commits what all have written.
+    return one.kind == other.kind and not (phase == "checkpoint" and 0 in (one.rank, other.rank))
 
 
 def sentence(slow: Slow) -> str:
