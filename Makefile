@@ -1,6 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Everything lands in .venv. Nothing else on the machine is touched, but
-# for iproute2, with which tests make networks: as root on Debian it is installed where it is missing. The Prometheus
-# server of a test is taken out of Debian's package, into .venv: installed, it would run as a service.
+# for iproute2, with which tests make networks, and chromium, in which they open the page: as root on Debian these are
+# installed where they are missing. The Prometheus server of a test is taken out of Debian's package, into .venv:
+# installed, it would run as a service.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -44,6 +45,9 @@ system:
 	{ apt-get update -qq && apt-get download -qq prometheus; }; } && dpkg-deb -x prometheus_*.deb . && \
 	mv usr/bin/prometheus ../bin/ && cd .. && rm -r deb; } 2>/dev/null || \
 	echo "prometheus is missing: its test is skipped"
+	@command -v chromium >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
+	else echo "chromium is missing: tests of the page are skipped"; fi
 
 demo: $(VENV)/.setup
 	$(BIN)/meshwright train --preset demo --nproc 2 --fresh

@@ -335,6 +335,8 @@ class ObserveSection(_Section):
     """Prompt that the model continues on the console at the end of the run."""
     sample_tokens: int = free(200, gt=0)
     """Length of that continuation."""
+    straggler_every: int = free(20, ge=0)
+    """Steps after which ranks compare what they spend on themselves, to name slow ones; 0 is never."""
 
     @model_validator(mode="after")
     def _steps_to_profile(self) -> Self:

@@ -18,8 +18,12 @@ def write_atomically(path: Path, text: str) -> None:
 def replace_text(path: Path, text: str) -> None:
     """As `write_atomically`, for what readers must see whole but need not outlive a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    temporary.rename(path)
+    try:
+        temporary.write_text(text)
+        temporary.rename(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def flush(path: Path) -> None:

@@ -107,8 +107,9 @@ class Strategy:
         if self.ep > 1 and self.ep not in self.expert_degrees:
             shards = "" if self.shard in (1, self.dp) else f" and divide or be divisible by shard={self.shard}"
             raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {listed(self.expert_degrees)}")
-        if self.offload.startswith("activations+"):
-            object.__setattr__(self, "offload", "+".join(reversed(self.offload.split("+"))))
+        turned = "+".join(reversed(self.offload.split("+")))
+        if turned in OFFLOAD:
+            object.__setattr__(self, "offload", turned)
         for key, choices in CHOICES.items():
             check_choice(key, getattr(self, key), choices)
         for key, axis in (("schedule", "pp"), ("layers", "pp"), ("cp_method", "cp")):

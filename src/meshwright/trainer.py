@@ -22,6 +22,7 @@ from meshwright.elastic.watch_settings import watchdog_command
 from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
+from meshwright.observe.end_report import EndReport
 from meshwright.observe.export import Export
 from meshwright.observe.ledger import Ledger
 from meshwright.observe.mlflow import MLflow
@@ -31,6 +32,7 @@ from meshwright.observe.prometheus import Prometheus
 from meshwright.observe.recorder import Recorder
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
+from meshwright.observe.straggler_watch import StragglerWatch
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
@@ -52,7 +54,9 @@ from meshwright.training.run_folder import RunFolder
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
     saves, recorder = SaveCheckpoints(), Recorder()
-    hooks: list[Hook] = [Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover(), CheckReplicas()]
+    # The report comes first, so that it is the last at the end.
+    hooks: list[Hook] = [EndReport(), Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover()]
+    hooks.append(CheckReplicas())
     if config.observe.ledger:
         hooks.append(Ledger())
     hooks += [Evaluate(), EarlyStop(), saves.progress, recorder.metrics, Records()]
@@ -66,14 +70,16 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(Export(MLflow))
     if config.observe.prometheus is not None:
         hooks.append(Prometheus())
-    hooks += [Console(), PlanFile()]
+    hooks.append(Console())
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
+    # At the end before the sample, whose memory is none of a step's.
+    hooks.append(PlanFile())
     if config.observe.profile_steps is not None:
         hooks.append(Profiler(config.observe.profile_steps))
     # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
-    # it all.
-    return [*hooks, saves, recorder]
+    # it all, and who compares these times.
+    return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps)]
 
 
 class Trainer(TrainingLoop):

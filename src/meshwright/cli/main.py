@@ -22,6 +22,8 @@ from meshwright.secrets import Secrets, guarded_output
 VERBS = {
     "plan": "which strategy for a model on some machines: does it fit, how fast, and why",
     "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
+    "watch": "show runs while they go on, or afterwards: on a terminal, in a browser, as a timeline",
+    "report": "a run as one HTML file that needs nothing else",
     "rendezvous": "serve the store where the machines of a run on several of them meet",
     "verify": "prove on this machine's CPU that a model under a strategy computes what one device computes",
     "generate": "continue a prompt from a run, a checkpoint or a Hugging Face folder",

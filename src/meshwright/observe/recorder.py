@@ -30,6 +30,9 @@ from meshwright.training.loop import TrainingLoop
 SUM_EVERY = 50
 """Steps between two lines on what recording costs, where none is profiled in between."""
 
+MOST_STEPS = 100
+"""Lines of steps that are kept for whoever takes them."""
+
 TELL_AFTER = 5
 """Steps after the first profiled one until its cost is told: those with which it is compared."""
 
@@ -84,6 +87,14 @@ class Recorder(Hook):
             except Exception as error:
                 self._give_up(error)
 
+    def take_steps(self) -> list[dict[str, Any]]:
+        """The newest lines of steps since this was last asked."""
+        if self._recording is None:
+            return []
+        steps = list(self._recording.steps)
+        self._recording.steps.clear()
+        return steps
+
     def close(self) -> None:
         if self._recording is not None:
             self._recording.close()
@@ -103,6 +114,8 @@ class _Recording:
     def __init__(self, trainer: TrainingLoop) -> None:
         world, folder = trainer.world, trainer.job.folder
         self.last_step = 0
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MOST_STEPS)
+        """The lines of steps that nobody has taken yet."""
         self._writer = LineWriter(folder.check_generation)
         self._lines, self._spans = rank_files(folder.path, world.rank)
         self._phases: Phases
@@ -183,7 +196,9 @@ class _Recording:
             line, profiled = self._pending.pop(timed.step)
             breakdown = profiled.breakdown if profiled is not None else None
             line |= {"seconds": round(timed.seconds, 7), "parts": parts_of(timed, breakdown)}
-            self._put(line | (facts_of(breakdown) if breakdown is not None else {}))
+            line |= facts_of(breakdown) if breakdown is not None else {}
+            self._put(line)
+            self.steps.append(line)
             if profiled is not None:
                 self._writer.put(self._lines, profiled.collectives)
                 self._writer.put(self._spans, profiled.spans)

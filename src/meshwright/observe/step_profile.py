@@ -19,7 +19,7 @@ from meshwright.torch_private import flight_records, is_on_gpu, profiled_events
 
 _MARK = "meshwright profile"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
-_NO_COMPUTE = ("c10d::", "_c10d_functional::", "autograd::", "profiler::")
+_NO_COMPUTE = ("c10d::", "_c10d_functional::", "autograd::", "profiler::", "FSDP::")
 _WIDTHS = {"double": 8, "long": 8, "float": 4, "int": 4, "BFloat16": 2, "Half": 2}
 
 

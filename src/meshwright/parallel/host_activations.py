@@ -124,6 +124,7 @@ class _Layer:
     def __init__(self, host: HostActivations, block: nn.Module, given: list[Tensor], before: _Layer | None) -> None:
         self.host, self.before = host, before
         self._block: nn.Module | None = block
+        self._device = given[0].device if given else None
         self._shared = {_key(one) for one in given if not one.requires_grad or one.is_leaf}
         self._pieces: dict[int, _Piece] = {}
         self._held: list[weakref.ref[_Piece]] = []
@@ -132,7 +133,7 @@ class _Layer:
 
     def pack(self, tensor: Tensor) -> Tensor | View:
         """A view of a storage that will move, or the tensor itself where it is to stay."""
-        if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+        if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.device != self._device:
             return tensor
         size, key = _storage(tensor).nbytes(), _key(tensor)
         if size < self.host.smallest(tensor.device) or size % tensor.itemsize:

@@ -37,7 +37,8 @@ class HostMemory:
         self.in_use = self.most = 0
         """Bytes now, and at most so far."""
         self._free: dict[tuple[int, bool], list[Buffer]] = {}
-        self._idle = 0
+        self.idle = 0
+        """Bytes of free buffers."""
 
     def take(self, size: int, pinned: bool) -> Buffer:
         """A buffer of at least so many bytes."""
@@ -46,7 +47,7 @@ class HostMemory:
         self.most = max(self.most, self.in_use)
         free = self._free.get((size, pinned))
         if free:
-            self._idle -= size
+            self.idle -= size
             return free.pop()
         self._shrink(self.most - self.in_use)
         return Buffer(torch.empty(size, dtype=torch.uint8, device=self.place, pin_memory=pinned), pinned)
@@ -55,14 +56,14 @@ class HostMemory:
         """Take it back."""
         size = buffer.memory.numel()
         self.in_use -= size
-        self._idle += size
+        self.idle += size
         self._free.setdefault((size, buffer.pinned), []).append(buffer)
 
     def _shrink(self, idle: int) -> None:
         """Let free buffers of other sizes go until so many bytes of them are left."""
         for free in self._free.values():
-            while free and self._idle > idle:
-                self._idle -= free.pop().memory.numel()
+            while free and self.idle > idle:
+                self.idle -= free.pop().memory.numel()
 
 
 def size_class(size: int) -> int:

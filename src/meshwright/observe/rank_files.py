@@ -1,0 +1,126 @@
+"""What the ranks of a run have recorded: ranks/<rank>.jsonl, and the spans of profiled steps beside it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshwright.observe.curves import number
+from meshwright.observe.tail import Line, Tail
+
+RECENT = 200
+"""Steps of a rank that are kept."""
+MOST_FILES = 65536
+_FILE = re.compile(r"(\d{5,7})\.jsonl")
+
+
+@dataclass
+class RankRecord:
+    """What one rank has said of itself: the lines as they are, the newest of each kind."""
+
+    rank: int
+    start: Line = field(default_factory=dict)
+    """The `rank` line of its newest start."""
+    steps: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """Its newest step lines, each step once."""
+    profiled: Line | None = None
+    collectives: Line | None = None
+    recorder: Line | None = None
+
+    def take(self, line: Line) -> None:
+        """Note a line of the rank's file."""
+        match line.get("kind"):
+            case "rank":
+                self.start = line
+            case "step" if number(line.get("step")) is not None:
+                # After a restart, steps are computed again: what was said of them and of later ones is over.
+                while self.steps and self.steps[-1]["step"] >= line["step"]:
+                    self.steps.pop()
+                self.steps.append(line)
+                if line.get("profiled"):
+                    self.profiled = line
+            case "collectives":
+                self.collectives = line
+            case "recorder":
+                self.recorder = line
+
+    @property
+    def last(self) -> Line | None:
+        """Its newest step line."""
+        return self.steps[-1] if self.steps else None
+
+    def mean_parts(self, count: int = 20) -> dict[str, float]:
+        """Seconds of a step by part: the mean over its newest steps, profiled ones left out where others are there."""
+        recent = list(self.steps)[-count:]
+        chosen = [line for line in recent if not line.get("profiled")] or recent
+        sums: dict[str, float] = {}
+        for line in chosen:
+            for name, seconds in parts_of(line).items():
+                sums[name] = sums.get(name, 0.0) + seconds
+        return {name: seconds / len(chosen) for name, seconds in sums.items()}
+
+
+def parts_of(line: Line | None) -> dict[str, float]:
+    """The parts of a step line that are numbers."""
+    return numbers_of((line or {}).get("parts"))
+
+
+def numbers_of(value: object) -> dict[str, float]:
+    """The entries of an object that are numbers."""
+    if not isinstance(value, dict):
+        return {}
+    return {str(name): found for name, one in value.items() if (found := number(one)) is not None}
+
+
+class RankFiles:
+    """Follows the files of all ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: dict[int, RankRecord] = {}
+        self._tails: dict[int, Tail] = {}
+        self._spans: dict[int, Tail] = {}
+        self._profiles: dict[int, deque[Line]] = {}
+
+    def refresh(self) -> None:
+        """Read what was added since the last call."""
+        for rank in self._ranks():
+            if rank not in self._tails:
+                self._tails[rank] = Tail(self.folder / f"{rank:05d}.jsonl")
+        for rank, tail in self._tails.items():
+            added = tail.read()
+            if added.anew or rank not in self.records:
+                self.records[rank] = RankRecord(rank)
+            for line in added.lines:
+                self.records[rank].take(line)
+
+    def spans(self, ranks: Iterable[int]) -> dict[int, Line]:
+        """The newest profiled step that all these ranks have the spans of, by rank; empty where there is none."""
+        by_step: list[dict[Any, Line]] = []
+        wanted = list(ranks)
+        for rank in wanted:
+            tail = self._spans.setdefault(rank, Tail(self.folder / f"{rank:05d}.spans.jsonl"))
+            added = tail.read()
+            kept = self._profiles.setdefault(rank, deque(maxlen=4))
+            if added.anew:
+                kept.clear()
+            kept.extend(added.lines)
+            by_step.append({line.get("step"): line for line in kept if number(line.get("step")) is not None})
+        common = set(by_step[0]).intersection(*by_step[1:]) if by_step else set()
+        if not common:
+            return {}
+        newest = max(common)
+        return {rank: lines[newest] for rank, lines in zip(wanted, by_step, strict=True)}
+
+    def _ranks(self) -> list[int]:
+        try:
+            with os.scandir(self.folder) as entries:
+                found = [match for entry in entries if (match := _FILE.fullmatch(entry.name))]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for match in found)[:MOST_FILES]

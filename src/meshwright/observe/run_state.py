@@ -1,0 +1,64 @@
+"""Whether a run goes on, from what its folder says: the events, who holds the lock, and how long nothing has come."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from meshwright.lock import is_alive, read_holder
+from meshwright.observe.curves import number
+from meshwright.observe.tail import Line
+
+State = Literal["waiting", "running", "restarting", "silent", "finished", "stopped", "failed"]
+SILENT_S = 120.0
+"""Without a sign for so long, a run on another machine is called silent."""
+TURNS = ("started", "resumed", "failed", "finished", "stopped")
+"""Events at which a run's state changes."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a run stands."""
+
+    state: State
+    since: float | None
+    """Unix seconds of the event that made it so."""
+    reason: str = ""
+    start: Line | None = None
+    """The newest event of a start."""
+    failure: Line | None = None
+    """The newest failure, where no start has followed it."""
+
+
+def standing(folder: Path, events: Sequence[Line], now: float, last_sign: float | None) -> Standing:
+    """How a run stands; `last_sign` is when its files last changed."""
+    turn = next((event for event in reversed(events) if event["event"] in TURNS), None)
+    start = next((event for event in reversed(events) if event["event"] in ("started", "resumed")), None)
+    if turn is None:
+        return Standing("waiting", None, "no step yet")
+    since, kind = number(turn.get("time")), turn["event"]
+    if kind == "finished":
+        return Standing("finished", since, "", start)
+    alive = _holder_lives(folder / ".lock")
+    if kind == "stopped":
+        return Standing("stopped", since, str(turn.get("reason") or ""), start)
+    if kind == "failed":
+        state: State = "failed" if alive is False else "restarting"
+        return Standing(state, since, str(turn.get("cause") or ""), start, turn)
+    if alive is False:
+        return Standing("failed", last_sign, "its process ended without a word", start)
+    if alive is None and last_sign is not None and now - last_sign > SILENT_S:
+        return Standing("silent", last_sign, "no sign from another machine", start)
+    return Standing("running", since, "", start)
+
+
+def _holder_lives(lock: Path) -> bool | None:
+    """Whether the process that holds the folder lives; None where that cannot be seen from this machine."""
+    # The lock itself is left alone: even a moment's hold could keep a training out.
+    holder = read_holder(lock)
+    if holder is None or holder.host != socket.gethostname():
+        return None
+    return is_alive(holder.pid)

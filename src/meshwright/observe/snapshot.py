@@ -1,0 +1,154 @@
+"""A view of runs as JSON for a page: few enough points, no more events than a page can show, and what has changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from meshwright.observe.comparison import Pair
+from meshwright.observe.curves import SERIES
+from meshwright.observe.goodput import WORDS, Goodput
+from meshwright.observe.rank_files import numbers_of, parts_of
+from meshwright.observe.view import Rank, View
+
+MOST_POINTS = 2000
+MOST_EVENTS = 400
+LONGEST_TEXT = 4000
+"""Characters of one text; reports of hangs are longer, and in the run folder."""
+
+
+def snapshot(views: Sequence[View]) -> dict[str, Any]:
+    """Everything a page shows of some runs."""
+    names = _names(views)
+    return {"runs": [_run(view, name) for view, name in zip(views, names, strict=True)]}
+
+
+def to_text(data: object) -> str:
+    """JSON that every browser takes: numbers that JSON does not have are null."""
+    return json.dumps(clean(data), separators=(",", ":"), allow_nan=False)
+
+
+def clean(value: object) -> Any:
+    """Plain data with finite numbers and texts of bearable length."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value if len(value) <= LONGEST_TEXT else value[:LONGEST_TEXT] + " ..."
+    if isinstance(value, Mapping):
+        return {str(key): clean(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(one) for one in value]
+    return value if value is None or isinstance(value, bool | int) else str(value)
+
+
+def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a page must change to show `new` instead of `old`; None for nothing. Both as `snapshot` gives them."""
+    runs: list[dict[str, Any]] = []
+    for before, after in zip(old["runs"], new["runs"], strict=True):
+        changed = {key: value for key, value in after.items() if key != "curves" and before.get(key) != value}
+        grown = {}
+        for name, (steps, values) in after["curves"].items():
+            had_steps, had_values = before["curves"].get(name, ([], []))
+            keep = _common(had_steps, steps, had_values, values)
+            if keep < len(steps) or keep < len(had_steps):
+                grown[name] = [keep, steps[keep:], values[keep:]]
+        gone = [name for name in before["curves"] if name not in after["curves"]]
+        runs.append({"changed": changed, "grown": grown, "gone": gone})
+    return {"runs": runs} if any(run["grown"] or run["gone"] or _matters(run["changed"]) for run in runs) else None
+
+
+def _matters(changed: Mapping[str, Any]) -> bool:
+    return bool(changed.keys() - {"age_s"})
+
+
+def _common(had_steps: list[int], steps: list[int], had_values: list[float], values: list[float]) -> int:
+    both = min(len(had_steps), len(steps))
+    for place in range(both):
+        if had_steps[place] != steps[place] or had_values[place] != values[place]:
+            return place
+    return both
+
+
+def _names(views: Sequence[View]) -> list[str]:
+    """The runs' names, with the folder before it where two are called the same."""
+    names = [view.name for view in views]
+    return [
+        f"{view.path.resolve().parent.name}/{view.name}" if names.count(view.name) > 1 else view.name for view in views
+    ]
+
+
+def _run(view: View, name: str) -> dict[str, Any]:
+    curves = {series: view.curves.thinned(series, MOST_POINTS) for series in SERIES}
+    return {
+        "name": name,
+        "state": view.state,
+        "reason": view.reason,
+        "since": view.since,
+        "age_s": view.age_s,
+        "updated": view.curves.last_time(),
+        "step": view.step,
+        "steps": view.steps,
+        "world": view.world,
+        "strategy": view.strategy_text,
+        "degrees": {axis: getattr(view.strategy, axis) for axis in ("pp", "dp", "cp", "tp", "ep")}
+        if view.strategy is not None
+        else {},
+        "device": view.device,
+        "chip": next((rank.record.start.get("chip") for rank in view.ranks if rank.record.start.get("chip")), None),
+        "step_s": view.step_s,
+        "latest": {series: view.curves.last(series) for series in SERIES},
+        "curves": {series: [steps, [float(f"{value:.6g}") for value in values]]
+                   for series, (steps, values) in curves.items() if steps},
+        "ranks": [_rank(rank) for rank in view.ranks],
+        "events": view.events[-MOST_EVENTS:],
+        "earlier_events": max(0, len(view.events) - MOST_EVENTS),
+        "comparison": _comparison(view),
+        "pipeline": asdict(view.pipeline) if view.pipeline is not None else None,
+        "collectives": view.collectives,
+        "goodput": _goodput(view.goodput),
+    }  # fmt: skip
+
+
+def _goodput(found: Goodput) -> dict[str, Any] | None:
+    if found.wall_s <= 0:
+        return None
+    rest = [{"name": WORDS.get(name, name), "share": share} for name, share in found.losses()]
+    return {"wall_s": found.wall_s, "share": found.share, "rest": rest}
+
+
+def _rank(rank: Rank) -> dict[str, Any]:
+    record = rank.record
+    profiled = record.profiled
+    return {
+        "rank": rank.rank,
+        "at": rank.coordinates,
+        "state": rank.state,
+        "host": record.start.get("host"),
+        "step": (record.last or {}).get("step"),
+        "parts": record.mean_parts(),
+        "profiled": {"step": profiled.get("step"), "parts": parts_of(profiled)} if profiled is not None else None,
+        "overlapped": numbers_of((profiled or {}).get("communication")).get("overlapped"),
+        "memory": rank.memory,
+        "failures": len(rank.failures),
+        "failed": rank.failures[-1].get("cause") if rank.failures else None,
+        "straggler": rank.straggler,
+    }
+
+
+def _comparison(view: View) -> dict[str, Any]:
+    found = view.comparison
+    return {
+        "figures": [_pair(one) for one in (found.step_time, found.tokens, found.peak_memory, found.bubble)],
+        "memory": [_pair(one) for one in found.memory],
+        "fullest": found.fullest,
+        "capacity": found.capacity,
+        "parts": found.parts,
+        "unknown": found.unknown,
+    }
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    return {**asdict(pair), "error": pair.error}

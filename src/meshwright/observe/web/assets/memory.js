@@ -1,0 +1,83 @@
+// What was expected beside what came: memory by kind as bars, the other figures as a table.
+
+import { bytes, byUnit, signedPercent } from "./format.js";
+import { Picture, element, scale, shape, tableOf } from "./draw.js";
+
+const ROW = 44;
+
+export class Memory {
+  constructor(card) {
+    this.card = card;
+    this.pairs = [];
+    this.figures = element("div");
+    this.picture = new Picture(card, "Prediction beside measurement", { redraw: () => this.draw(), table: () => this.table() });
+    this.picture.holder.before(this.figures);
+  }
+
+  update(run) {
+    const { figures, memory, fullest, unknown } = run.comparison;
+    const known = figures.filter((figure) => figure.predicted !== null || figure.measured !== null);
+    this.card.hidden = !known.length && !memory.length;
+    this.run = run;
+    this.pairs = memory;
+    this.capacity = run.comparison.capacity;
+    this.peak = figures.find((figure) => figure.name === "peak memory");
+    this.picture.note.textContent = unknown || (fullest === null ? "" : `memory of rank ${fullest}, which holds most`);
+    const made = tableOf({
+      columns: ["", "predicted", "measured", "off by"],
+      rows: known.map((one) => [one.name, byUnit(one.predicted, one.unit), byUnit(one.measured, one.unit), signedPercent(one.error)]),
+    });
+    this.figures.replaceChildren(made);
+    this.draw();
+    this.picture.fillTable();
+  }
+
+  rows() {
+    const all = this.peak && (this.peak.predicted !== null || this.peak.measured !== null) ? [{ ...this.peak, name: "all, at the peak" }] : [];
+    return this.pairs.length ? [...this.pairs, ...all] : [];
+  }
+
+  draw() {
+    const { picture } = this;
+    if (!picture.width || this.card.hidden || !this.run) return;
+    const rows = this.rows();
+    picture.holder.hidden = !rows.length;
+    if (!rows.length) return;
+    picture.size(rows.length * ROW + 4);
+    const most = Math.max(...rows.flatMap((row) => [row.predicted ?? 0, row.measured ?? 0]));
+    const x = scale(0, most || 1, 1, picture.width - 74);
+    picture.drawing.replaceChildren();
+    rows.forEach((row, place) => {
+      const y = place * ROW + 4;
+      picture.drawing.append(shape("text", { x: 0, y: y + 10 }, row.name));
+      this.bar(row.predicted, "predicted", x, y + 15);
+      this.bar(row.measured, "measured", x, y + 27);
+    });
+    picture.legend.replaceChildren(
+      element("span", {}, key("predicted"), "predicted"),
+      element("span", {}, key("measured"), "measured"),
+      ...(this.capacity ? [element("span", {}, `of ${bytes(this.capacity)}`)] : []),
+    );
+    picture.describe(rows.map((row) => `${row.name}: predicted ${bytes(row.predicted)}, measured ${bytes(row.measured)}.`).join(" "));
+  }
+
+  bar(value, kind, x, y) {
+    if (value === null || value === undefined) return;
+    const wide = Math.max(1, x(value) - x(0));
+    this.picture.drawing.append(
+      shape("rect", { class: kind, x: x(0), y, width: wide, height: 9, rx: 2 }),
+      shape("text", { x: x(0) + wide + 6, y: y + 8.5 }, bytes(value)),
+    );
+  }
+
+  table() {
+    return {
+      columns: ["kind", "predicted", "measured", "off by"],
+      rows: this.rows().map((row) => [row.name, bytes(row.predicted), bytes(row.measured), signedPercent(row.error)]),
+    };
+  }
+}
+
+function key(kind) {
+  return shape("svg", { width: 16, height: 10, "aria-hidden": "true" }, shape("rect", { class: kind, x: 1, y: 1, width: 14, height: 8, rx: 2 }));
+}

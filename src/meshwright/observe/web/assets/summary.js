@@ -1,0 +1,75 @@
+// What is seen at a glance: the name, how the run stands, how far it is, and its figures.
+
+import { bytes, count, number, percent, seconds, signedPercent } from "./format.js";
+import { element, swatch } from "./draw.js";
+import { held } from "./mesh.js";
+
+const STATES = { waiting: "waiting for the first step", silent: "no sign of life" };
+
+export class Summary {
+  constructor(choose) {
+    this.choose = choose;
+    for (const id of ["name", "state", "about", "runs", "progress", "figures"]) this[id] = document.getElementById(id);
+    this.progress.querySelector(".bar").append(element("div"));
+  }
+
+  update(runs, chosen) {
+    const run = runs[chosen];
+    this.name.textContent = run.name;
+    this.state.className = `state ${run.state}`;
+    const said = `${STATES[run.state] ?? run.state}${run.reason && run.state !== "waiting" ? `: ${run.reason}` : ""}`;
+    // A screen reader speaks this when it changes, and only then.
+    if (this.state.textContent !== said) this.state.textContent = said;
+    const about = [element("code", {}, run.strategy || "no strategy yet"), ` · ${run.world} rank${run.world === 1 ? "" : "s"}`];
+    if (run.chip || run.device) about.push(` · ${run.chip ?? run.device}`);
+    this.about.replaceChildren(...about);
+    document.title = `${run.step}${run.steps ? `/${run.steps}` : ""} · ${run.name} · meshwright`;
+    this.drawRuns(runs, chosen);
+    this.drawProgress(run);
+    this.drawFigures(run);
+  }
+
+  drawRuns(runs, chosen) {
+    this.runs.hidden = runs.length < 2;
+    const text = runs.map((run) => run.name).join("|") + chosen;
+    if (text === this.text) return;
+    this.text = text;
+    const inside = this.runs.contains(document.activeElement);
+    this.runs.replaceChildren(...runs.map((run, place) => {
+      const button = element("button", { type: "button", "aria-pressed": String(place === chosen) }, swatch(`fill-${place % 6}`), run.name);
+      button.addEventListener("click", () => this.choose(place));
+      return button;
+    }));
+    if (inside) this.runs.children[chosen].focus();
+  }
+
+  drawProgress(run) {
+    this.progress.hidden = !run.steps;
+    if (!run.steps) return;
+    const share = Math.min(1, run.step / run.steps);
+    this.progress.querySelector(".bar div").style.width = `${share * 100}%`;
+    const left = run.state === "running" && run.step_s && share < 1 ? `, about ${seconds(Math.ceil((run.steps - run.step) * run.step_s))} left` : "";
+    this.progress.querySelector("p").textContent = `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}${left}`;
+  }
+
+  drawFigures(run) {
+    const { latest, goodput } = run;
+    const [time, , peak] = run.comparison.figures;
+    const figure = (label, value, below) => element("div", { class: "figure" },
+      element("div", { class: "label" }, label),
+      element("div", { class: "value" }, value),
+      element("div", { class: "quiet" }, below || "\u00a0"));
+    const expected = (pair, text) => (pair.predicted === null ? "" : `planned ${text(pair.predicted)} ${signedPercent(pair.error) && `(${signedPercent(pair.error)})`}`);
+    const speed = latest.mfu !== null ? ["MFU", percent(latest.mfu)] : latest.tflops_per_device !== null ? ["TFLOP/s per device", number(latest.tflops_per_device, 3)] : null;
+    const most = Math.max(peak.measured ?? 0, ...run.ranks.map((rank) => held(rank) ?? 0));
+    const made = [
+      figure("loss", number(latest.loss), latest.eval_loss === null ? "" : `held-out ${number(latest.eval_loss)}`),
+      figure("tokens/s", count(latest.tokens_per_s), run.world > 1 ? `${count(latest.tokens_per_s === null ? null : latest.tokens_per_s / run.world)} per rank` : ""),
+      speed && figure(speed[0], speed[1], speed[0] === "MFU" && latest.tflops_per_device !== null ? `${number(latest.tflops_per_device, 3)} TFLOP/s per device` : ""),
+      figure("a step takes", seconds(run.step_s), expected(time, seconds)),
+      figure("peak memory", bytes(most || null), expected(peak, bytes)),
+      goodput && figure("goodput", percent(goodput.share), `of ${seconds(goodput.wall_s)}; ${goodput.rest.slice(0, 2).map((one) => `${one.name} ${percent(one.share)}`).join(", ")}`),
+    ];
+    this.figures.replaceChildren(...made.filter(Boolean));
+  }
+}
