@@ -1,6 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Everything lands in .venv. Nothing else on the machine is touched, but
 # for iproute2, with which tests make networks, and chromium, in which they open the page: as root on Debian these are
-# installed where they are missing.
+# installed where they are missing. The Prometheus server of a test is taken out of Debian's package, into .venv:
+# installed, it would run as a service.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,6 +40,11 @@ system:
 	@{ command -v ip && command -v ss && command -v tc; } >/dev/null || \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq iproute2; \
 	else echo "iproute2 is missing: tests of several machines are skipped"; fi
+	@[ -x $(BIN)/prometheus ] || command -v prometheus >/dev/null || \
+	{ rm -rf $(VENV)/deb && mkdir -p $(VENV)/deb && cd $(VENV)/deb && { apt-get download -qq prometheus || \
+	{ apt-get update -qq && apt-get download -qq prometheus; }; } && dpkg-deb -x prometheus_*.deb . && \
+	mv usr/bin/prometheus ../bin/ && cd .. && rm -r deb; } 2>/dev/null || \
+	echo "prometheus is missing: its test is skipped"
 	@command -v chromium >/dev/null || \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
 	else echo "chromium is missing: tests of the page are skipped"; fi

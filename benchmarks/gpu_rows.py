@@ -1,8 +1,10 @@
-"""Rows of `benchmarks/results/h200_steps.csv`: steps of our own trainer that were measured on one H200."""
+"""Tables of steps of our own trainer on one GPU: settings, and in `benchmarks/results/h200_steps.csv` what an H200
+measured of them. Lines that begin with # say when, with what and how."""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +24,16 @@ such columns, and `tied` (embeddings) as the model's preset has it."""
 def read_rows(path: Path = PATH) -> list[Row]:
     """All rows of such a table."""
     with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+
+
+def write_rows(path: Path, rows: Sequence[Row], said: Sequence[str]) -> None:
+    """Write such a table, under what is to be said of it."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(f"# {line}\n" for line in said)
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def spec_of(row: Row) -> ModelSpec:

@@ -1,11 +1,12 @@
 """The planner on one GPU: calibrates it, then compares predicted and measured steps of a few models.
 
     python benchmarks/plan_gpu.py [--json FILE]
-    python benchmarks/plan_gpu.py --csv benchmarks/results/h200_steps.csv    # peaks and steps of that table's settings
+    python benchmarks/plan_gpu.py --csv benchmarks/data/gpu_settings.csv [--out FILE]    # that table's settings
 
 Prints what the calibration measured (it is stored as `meshwright plan --calibrate` does it), and for each model the
 step time with the constants that come with the package, with those measured here, and the real one of the trainer's
-own step; and the peak memory, predicted and real.
+own step; and the peak memory, predicted and real. With --csv the same of a table of settings, by the constants that
+come with the package; --out writes it with what was measured.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from gpu_rows import Row, read_rows, scenario_of
+from gpu_rows import Row, read_rows, scenario_of, write_rows
+from meshwright._version import __version__
 from meshwright.cluster.cluster import parse_cluster
 from meshwright.models.presets import preset
 from meshwright.models.spec import Experts, ModelSpec
@@ -33,6 +37,7 @@ from meshwright.planning.software import constants
 from meshwright.planning.state_memory import GIB
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
+from meshwright.training.out_of_memory import is_out_of_memory
 from meshwright.verify.parity import Case, batch_of, step_of
 
 
@@ -110,19 +115,47 @@ def measured(
     return statistics.median(seconds[2:]), peak
 
 
-def compare_rows(path: Path) -> None:
+def compare_rows(path: Path, out: Path | None) -> None:
     """Peaks and steps of the settings in a table, planned without calibration and measured."""
+    done: list[Row] = []
+    near_peaks = near_times = 0
     for row in read_rows(path):
         length, size, steps = (int(row[name]) for name in ("sequence_length", "micro_batch", "micro_steps"))
         scenario = scenario_of(row)
         allocated, planned_s = memory_of(scenario).stages[0].allocated, Timer(scenario, constants()).parts().total
-        seconds, peak = measured(scenario.spec, length, size, steps, row["recompute"], settings_of(row))
+        kinds = " ".join(f"{row.get(name) or '':7}" for name in ("precision", "stored", "moments"))
+        named = (
+            f"{row['model']:14} {row['layers']:>3} layers {length:6} x {size} x {steps} {row['recompute']:10} {kinds} "
+        )
+        torch._dynamo.reset()
+        try:
+            seconds, peak = measured(scenario.spec, length, size, steps, row["recompute"], settings_of(row))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            print(f"{named}out of memory; planned {allocated / 2**20:.0f} MiB", flush=True)
+            continue
+        peak_off, time_off = allocated / peak - 1, planned_s / seconds - 1
+        near_peaks += abs(peak_off) <= 0.05
+        near_times += abs(time_off) <= 0.1
         print(
-            f"{row['model']:14} {row['layers']:>3} layers {length:6} x {size} x {steps} {row['recompute']:9} "
-            f"peak {peak / 2**20:7.0f} MiB, planned {allocated / peak - 1:+.1%}; "
-            f"step {1e3 * seconds:6.1f} ms, planned {planned_s / seconds - 1:+.0%}",
+            f"{named}peak {peak / 2**20:7.0f} MiB, planned {peak_off:+.1%}; "
+            f"step {1e3 * seconds:6.1f} ms, planned {time_off:+.0%}",
             flush=True,
         )
+        done.append(row | {"step_ms": f"{1e3 * seconds:.1f}", "peak_allocated_mib": f"{peak / 2**20:.0f}"})
+        if out is not None:
+            write_rows(out, done, provenance())
+    print(f"of {len(done)}: peaks within 5% {near_peaks}, steps within 10% {near_times}")
+
+
+def provenance() -> list[str]:
+    """Date, card, versions and command."""
+    return [
+        f"{datetime.now(UTC):%Y-%m-%d}, {torch.cuda.get_device_name()}, torch {torch.__version__}, "
+        f"CUDA {torch.version.cuda}, meshwright {__version__}",
+        f"python {' '.join(sys.argv)}",
+    ]
 
 
 def main() -> None:
@@ -130,9 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all times")
     parser.add_argument("--csv", type=Path, help="compare the settings of such a table instead")
+    parser.add_argument("--out", type=Path, help="with --csv: write that table with what was measured")
     args = parser.parse_args()
     if args.csv is not None:
-        compare_rows(args.csv)
+        compare_rows(args.csv, args.out)
         return
     found, path = calibrate("cuda", say=lambda line: print(line, flush=True))
     print("\n".join(lines_of(found)))

@@ -6,12 +6,17 @@ docs/configuration.md print it. How files, presets and overrides become a RunCon
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.address import Address
 from meshwright.config_load import load_config, resolve_config
 from meshwright.models.shapes import SENSITIVE_LINEARS
+from meshwright.profile_steps import parse_steps
+from meshwright.secrets import Secrets
 
 __all__ = ["RunConfig", "load_config", "resolve_config"]
 
@@ -25,6 +30,11 @@ class _Section(BaseModel):
 def free(default: Any, **constraints: Any) -> Any:
     """A setting that may change when a run is resumed: it does not alter what has been computed so far."""
     return Field(default=default, json_schema_extra={"free": True}, **constraints)
+
+
+def secret_file(default: str | None = None) -> Any:
+    """A free setting that names a file whose content is a secret: no log, file or page may show it."""
+    return Field(default=default, json_schema_extra={"free": True, "secret_file": True}, min_length=1)
 
 
 class RunSection(_Section):
@@ -126,10 +136,10 @@ class TrainSection(_Section):
     """AdamW's guard against division by zero."""
     grad_clip: float = Field(default=1.0, ge=0)
     """Largest global norm of the gradient; 0 does not clip."""
-    precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
-    """bf16 and fp16 compute in it and keep weights, gradients and optimizer state in float32, unless precision.stored
-    and precision.moments say otherwise; fp16 scales the loss; fp8 is bf16 with linears that multiply in 8 bits; float64
-    is for proofs."""
+    precision: Literal["float32", "tf32", "bf16", "fp16", "fp8", "float64"] = "float32"
+    """tf32 is float32 whose matrix products a GPU computes in TF32 (on a CPU it is float32); bf16 and fp16 compute in
+    it and keep weights, gradients and optimizer state in float32, unless precision.stored and precision.moments say
+    otherwise; fp16 scales the loss; fp8 is bf16 with linears that multiply in 8 bits; float64 is for proofs."""
     compile: Literal["auto", "on", "off"] = free("auto")
     """torch.compile of the layers; auto does it on a GPU. A first step takes longer, unless the compiler remembers."""
     gc_every: int = free(200, ge=0)
@@ -303,16 +313,54 @@ class ElasticSection(_Section):
 class ObserveSection(_Section):
     log_every: int = free(10, ge=1)
     """Steps between lines on the console when it is not a terminal."""
+    profile_every: int = free(50, ge=0)
+    """Steps between two that run under a profiler, for what is in DIR/ranks; 0 is never."""
     tensorboard: bool = free(True)
     """Write TensorBoard files to DIR/tensorboard."""
     ledger: bool = free(False)
     """Write the samples that every step was fed to DIR/ledger.jsonl; docs/numbers.md says what that can prove."""
     wandb: bool = free(False)
     """Send metrics to Weights & Biases (pip install 'meshwright[wandb]'); WANDB_MODE=offline keeps them here."""
+    mlflow: bool = free(False)
+    """Send metrics to the MLflow tracking server that MLFLOW_TRACKING_URI names, http:// or https://."""
+    prometheus: str | None = free(None, min_length=1)
+    """Serve metrics for Prometheus (pip install 'meshwright[prometheus]') at HOST:PORT or :PORT, by the first rank of
+    each machine; :0 takes any free port. Without a host it is 127.0.0.1; another one needs
+    observe.prometheus_token_file."""
+    prometheus_token_file: str | None = secret_file()
+    """A file with the bearer token that a scraper must show."""
+    profile_steps: str | None = free(None, min_length=1)
+    """Steps to profile on every rank, such as 10:12 for 10, 11 and 12; traces and memory go to DIR/profile."""
     sample: str | None = free(None)
     """Prompt that the model continues on the console at the end of the run."""
     sample_tokens: int = free(200, gt=0)
     """Length of that continuation."""
+    straggler_every: int = free(20, ge=0)
+    """Steps after which ranks compare what they spend on themselves, to name slow ones; 0 is never."""
+
+    @model_validator(mode="after")
+    def _steps_to_profile(self) -> Self:
+        if self.profile_steps is not None:
+            try:
+                parse_steps(self.profile_steps)
+            except ValueError as error:
+                raise ValueError(f"observe.profile_steps={error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _reachable_by_whom(self) -> Self:
+        if self.prometheus is None:
+            return self
+        try:
+            address = Address.parse(self.prometheus)
+        except ValueError as error:
+            raise ValueError(f"observe.prometheus={error}") from None
+        if not address.is_loopback and self.prometheus_token_file is None:
+            raise ValueError(
+                f"observe.prometheus={self.prometheus} can be reached from other machines, and so needs a bearer "
+                "token: set observe.prometheus_token_file, or listen at 127.0.0.1"
+            )
+        return self
 
 
 class RunConfig(_Section):
@@ -353,6 +401,23 @@ class RunConfig(_Section):
             raise ValueError(f"train.precision=fp8 computes in bf16; leave precision.param={self.precision.param} out")
         return self
 
+    def secrets(self) -> Secrets:
+        """What no text that leaves the program may hold: logins in settings, token files, secrets of the environment.
+
+        A file that cannot be read holds none here; who needs it says so.
+        """
+        named = (
+            value
+            for section in type(self).model_fields
+            for key, value in getattr(self, section).model_dump().items()
+            if value is not None and _is_marked(getattr(self, section), key, "secret_file")
+        )
+        contents = []
+        for name in named:
+            with suppress(OSError, UnicodeDecodeError):
+                contents.append(Path(name).read_text())
+        return Secrets.known(self.model_dump(), contents)
+
     def identity(self) -> dict[str, dict[str, Any]]:
         """The settings that decide what is computed: a run folder belongs to one set of them."""
         sections = type(self).model_fields
@@ -360,12 +425,12 @@ class RunConfig(_Section):
             section: {
                 key: value
                 for key, value in getattr(self, section).model_dump().items()
-                if not _is_free(getattr(self, section), key)
+                if not _is_marked(getattr(self, section), key, "free")
             }
             for section in sections
         }
 
 
-def _is_free(section: BaseModel, key: str) -> bool:
+def _is_marked(section: BaseModel, key: str, mark: str) -> bool:
     extra = type(section).model_fields[key].json_schema_extra
-    return isinstance(extra, dict) and bool(extra.get("free"))
+    return isinstance(extra, dict) and bool(extra.get(mark))

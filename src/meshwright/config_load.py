@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.secrets import public
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
@@ -69,8 +70,8 @@ def run_presets() -> list[str]:
 
 
 def format_config(config: RunConfig) -> str:
-    """The configuration as TOML that `load_config` reads back to an equal one."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
+    """The configuration as TOML that `load_config` reads back to an equal one, but for the logins of URLs."""
+    return tomli_w.dumps(public(config.model_dump(exclude_none=True)))
 
 
 def _preset(name: str) -> Tree:

@@ -1,7 +1,8 @@
 """What a rank is doing right now, for whoever watches it from outside: a small file that both map into memory.
 
 A rank says which phase of which step it enters; that costs about a microsecond and never blocks. The file keeps
-the last word of a rank that is stopped, stuck or gone. The same places are where tests inject faults.
+the last word of a rank that is stopped, stuck or gone. The seconds of each phase are added up for who records the
+steps, whether or not somebody watches from outside. The same places are where tests inject faults.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +85,11 @@ class Pulse:
         self._since = 0.0
         self._ended = [0] * len(PHASES)
         self._longest = [0.0] * len(PHASES)
+        self._spent = [0.0] * len(PHASES)
+        self.listeners: list[Callable[[str, float], None]] = []
+        """Called with each phase that begins, and the monotonic time."""
+        self.waits: list[tuple[float, float]] | None = None
+        """While somebody wants to know: from when to when this rank waited for what another sends or takes."""
         self._faults: list[Fault] = parse_faults(os.environ.get(VARIABLE, ""))
         self._memory: mmap.mmap | None = None
         self._thread = threading.get_ident()
@@ -98,42 +104,59 @@ class Pulse:
         Only the thread that made the pulse speaks for the rank: what others do meanwhile does not change its phase.
         """
         if threading.get_ident() == self._thread:
-            self.phase = phase
-            if self._memory is not None:
-                self._say(self._memory, _NUMBER[phase])
+            self._begin(_NUMBER[phase])
         return self.fault(phase) if self._faults else None
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """The context of a phase inside another one, which goes on afterwards."""
-        outer = PHASES[self._phase]
+        outer = self._phase
         self.enter(phase)
         yield
-        if self._memory is not None and self._entered and threading.get_ident() == self._thread:
-            self._say(self._memory, _NUMBER[outer])
+        if self._entered and threading.get_ident() == self._thread:
+            self._begin(outer)
 
     @contextmanager
     def waiting_for(self, rank: int) -> Iterator[None]:
         """The context in which this rank waits for what another one sends or takes."""
-        if self._memory is None:
-            yield
-            return
-        _WAITS_FOR.pack_into(self._memory, _WAITS_AT, rank)
+        waits = self.waits
+        began = time.monotonic() if waits is not None else 0.0
+        if self._memory is not None:
+            _WAITS_FOR.pack_into(self._memory, _WAITS_AT, rank)
         yield
-        _WAITS_FOR.pack_into(self._memory, _WAITS_AT, NOBODY)
+        if self._memory is not None:
+            _WAITS_FOR.pack_into(self._memory, _WAITS_AT, NOBODY)
+        if waits is not None:
+            waits.append((began, time.monotonic()))
 
-    def _say(self, memory: mmap.mmap, phase: int) -> None:
-        now = time.monotonic()
+    def _begin(self, phase: int) -> None:
+        now, memory = time.monotonic(), self._memory
         if self._entered:
             ending = self._phase
             self._ended[ending] += 1
             seconds = now - self._since
+            self._spent[ending] += seconds
             if seconds > self._longest[ending]:
                 self._longest[ending] = seconds
-            _ENDED.pack_into(memory, _NOW.size + _ENDED.size * ending, self._ended[ending], self._longest[ending])
-        self._phase, self._since = phase, now
+            if memory is not None:
+                _ENDED.pack_into(memory, _NOW.size + _ENDED.size * ending, self._ended[ending], self._longest[ending])
+        self._phase, self._since, self.phase = phase, now, PHASES[phase]
         self._entered += 1
-        _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
+        if memory is not None:
+            _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
+        for listener in self.listeners:
+            listener(PHASES[phase], now)
+
+    def spent(self) -> dict[str, float]:
+        """Seconds spent so far in each phase that this rank has been in; may be asked from any thread."""
+        return {name: seconds for name, seconds in zip(PHASES, self._spent, strict=True) if seconds}
+
+    def spent_until(self, now: float) -> list[float]:
+        """The seconds of each of PHASES until this monotonic time, the one in hand included."""
+        found = self._spent.copy()
+        if self._entered:
+            found[self._phase] += now - self._since
+        return found
 
     def fault(self, place: str, step: int | None = None) -> str | None:
         """A place that is no phase of its own where a test may want a fault; of this step, unless it is another's."""

@@ -11,7 +11,8 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
     ep          = ranks that split the experts; divides dp
     shares      = even, or how the samples are dealt out: 3+1 gives the first half of the dp ranks three times as many
     recompute   = none, full, selective, first:N, budget:F; activations that the backward pass computes again
-    offload     = none, optimizer, parameters; what lives in host memory
+    offload     = none, optimizer or parameters (with its state), activations; what lives in host memory. Activations
+                go with either: optimizer+activations
     wrap        = auto (layers, small ones with their neighbours), block, size:N, name:A+B; what is gathered together
                 with zero=2 and 3
 """
@@ -25,7 +26,7 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, nearest
-from meshwright.schedules import stages_per_rank
+from meshwright.schedules import splits_backward, stages_per_rank
 from meshwright.strategy_fit import check_fit, divisors, listed, refuse
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ DEGREES = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep")
 SCHEDULES = ("gpipe", "1f1b", "interleaved:N", "zero-bubble", "zbv")
 CP_METHODS = ("ring", "ulysses", "ulysses:N")
 RECOMPUTE = ("none", "full", "selective", "first:N", "budget:F")
-OFFLOAD = ("none", "optimizer", "parameters")
+OFFLOAD = ("none", "optimizer", "parameters", "activations", "optimizer+activations", "parameters+activations")
 WRAP = ("auto", "block", "size:N", "name:A+B")
 LAYERS = ("even", "balanced", "N+N")
 SHARES = ("even", "N+N")
@@ -84,7 +85,8 @@ class Strategy:
     """Which activations are computed again in the backward pass: none, full, selective, first:N (layers), budget:F
     (compiled layers keep that share of their activations, those that are dearest to compute for their size)."""
     offload: str = "none"
-    """What lives in host memory: none, optimizer (its state), parameters (and the optimizer's state)."""
+    """What lives in host memory: none, optimizer (its state), parameters (and the optimizer's state), activations (that
+    wait for their backward pass); these go with either of the others: optimizer+activations."""
     wrap: str = "auto"
     """What is gathered together under zero=2 and 3: auto (each layer, small ones with their neighbours), block (each
     layer), size:N (at least N parameters), name:A+B (modules)."""
@@ -105,6 +107,9 @@ class Strategy:
         if self.ep > 1 and self.ep not in self.expert_degrees:
             shards = "" if self.shard in (1, self.dp) else f" and divide or be divisible by shard={self.shard}"
             raise ConfigError(f"ep={self.ep} must divide dp={self.dp}{shards}; ep can be {listed(self.expert_degrees)}")
+        turned = "+".join(reversed(self.offload.split("+")))
+        if turned in OFFLOAD:
+            object.__setattr__(self, "offload", turned)
         for key, choices in CHOICES.items():
             check_choice(key, getattr(self, key), choices)
         for key, axis in (("schedule", "pp"), ("layers", "pp"), ("cp_method", "cp")):
@@ -138,6 +143,16 @@ class Strategy:
     def dp(self) -> int:
         """Ranks that work on different samples."""
         return self.replicate * self.shard
+
+    @property
+    def host_states(self) -> str:
+        """Whose state lives in host memory: none, optimizer or parameters."""
+        return host_states(self.offload)
+
+    @property
+    def host_activations(self) -> bool:
+        """Whether activations wait in host memory for their backward pass."""
+        return host_activations(self.offload)
 
     @property
     def data_shares(self) -> tuple[int, ...]:
@@ -247,17 +262,23 @@ class Strategy:
         """Raise a ConfigError unless some model can be trained so on that many processes."""
         if self.world != world:
             raise refuse(str(self), f"it needs {self.world} processes and there are {world}")
-        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.ep > 1 or self.offload != "none"):
+        if optimizer in WHOLE_PARAMETERS and (self.zero or self.tp > 1 or self.ep > 1 or self.host_states != "none"):
             raise refuse(
                 str(self),
                 f"train.optimizer={optimizer} needs whole parameters and cannot be sharded; "
                 "use zero=0, tp=1 and ep=1 without offload, or train.optimizer=adamw",
             )
-        if self.offload == "parameters" and (self.zero < 2 or self.dp * self.cp == 1):
+        if self.host_states == "parameters" and (self.zero < 2 or self.dp * self.cp == 1):
             raise refuse(
                 str(self),
                 "offload=parameters moves the shards of zero=2 and 3 and needs dp or cp of at least 2; "
                 "use zero=3 on more processes, or offload=optimizer",
+            )
+        if self.host_activations and splits_backward(self.schedule):
+            raise refuse(
+                str(self),
+                f"schedule={self.schedule} takes backward passes apart, between which activations would wait on the "
+                "device; use schedule=1f1b or interleaved:2, or drop offload of activations",
             )
 
     def micro_steps(self, batch: int, micro_batch: int | None) -> int:
@@ -279,6 +300,17 @@ class Strategy:
         # Enough for the stages to be busy most of the time, as large as that allows.
         wanted = min(share, 4 * self.pp) if self.pp > 1 else 1
         return next(count for count in range(wanted, share + 1) if share % count == 0)
+
+
+def host_states(offload: str) -> str:
+    """Whose state a value of `offload` puts into host memory: none, optimizer or parameters."""
+    first = offload.partition("+")[0]
+    return "none" if first == "activations" else first
+
+
+def host_activations(offload: str) -> bool:
+    """Whether a value of `offload` puts activations into host memory."""
+    return offload.endswith("activations")
 
 
 def _left_for_data(text: str, world: int, given: Mapping[str, int]) -> int:

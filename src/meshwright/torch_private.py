@@ -1,14 +1,19 @@
-"""Private names of PyTorch that are used here, all of them in one place and checked when they are imported."""
+"""Private names of PyTorch that are used here, all of them in one place and checked when they are imported.
+
+But for those that bring the compiler along, which takes a second: they are imported where they are used.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
+from torch._C._autograd import DeviceType
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -21,13 +26,15 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import Placement, Shard, debug
+from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # Importing it makes the backend "fake" known.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 __all__ = [
     "FakeStore",
@@ -41,6 +48,7 @@ __all__ = [
     "backward_to_input",
     "backward_to_weights",
     "beside",
+    "constant",
     "flash_attention",
     "flatten",
     "flight_records",
@@ -49,9 +57,11 @@ __all__ = [
     "graph_breaks",
     "group_members",
     "in_backward",
+    "is_on_gpu",
     "is_shard",
     "parameters_of",
     "prepare_compiler",
+    "profiled_events",
     "reduce_gradients",
     "reduce_scatter",
     "replicate",
@@ -64,6 +74,8 @@ __all__ = [
 
 def forget_meshes() -> None:
     """Drop what torch remembers of operations on split tensors: with it come meshes of process groups that are gone."""
+    from torch.distributed.tensor import debug
+
     debug._clear_sharding_prop_cache()
 
 
@@ -89,10 +101,16 @@ def prepare_compiler(budget: float, lean: bool) -> None:
 
 def graph_breaks() -> dict[str, int]:
     """Where compiled code fell apart: the reason, and how often."""
-    # Takes a second to import.
     from torch._dynamo.utils import counters
 
     return {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
+
+
+def constant(function: Callable[P, R]) -> Callable[P, R]:
+    """Have the compiler take what a function gives for a constant: torch.compiler.assume_constant_result, which would
+    import all of it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def without_modes() -> Any:
@@ -164,6 +182,18 @@ def flight_records(with_entries: bool) -> list[dict[str, Any]]:
     return [json.loads(dump(includeCollectives=with_entries)) for dump in _RECORDERS]
 
 
+def profiled_events(profile: torch.profiler.profile) -> list[Any]:
+    """What a profile that was stopped has seen, as kineto has it: a tenth of the time that torch's own lists take."""
+    assert profile.profiler is not None
+    found: Any = profile.profiler.kineto_results
+    return list(found.events())
+
+
+def is_on_gpu(event: Any) -> bool:
+    """Whether what the profiler has seen happened on a GPU."""
+    return bool(event.device_type() == DeviceType.CUDA)
+
+
 # 2.13 has new names for them and warns of the old ones.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
@@ -200,6 +230,8 @@ def backward_to_input(
     output: Tensor, gradient: Tensor | None, hidden: Tensor, parameters: list[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """The part of a backward pass that leads to the input, whose gradient is set; gives what is left for the others."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
     gradients = None if gradient is None else [gradient]
     _, groups = stage_backward_input([output], gradients, [hidden], iter(parameters))
     return groups
@@ -207,6 +239,8 @@ def backward_to_input(
 
 def backward_to_weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
     """The rest of such a backward pass: gradients are added to those of the parameters."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
     stage_backward_weight(iter(parameters), groups)
 
 
@@ -311,3 +345,23 @@ class RendezvousMember:
     def stop_heartbeats(self) -> None:
         """Say nothing more to the others."""
         self.handler._stop_heartbeats()
+
+
+def memory_events(profile: Any) -> list[list[int]]:
+    """Of a profile that has ended, each allocation and release on the CPU: (unix nanoseconds, bytes, sum so far)."""
+    found = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total, rows = 0, []
+    for event in sorted(found, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        rows.append([event.start_ns(), event.nbytes(), total])
+    return rows
+
+
+def record_memory(on: bool) -> None:
+    """Let the GPU's allocator remember who asks for memory, or forget it again."""
+    torch.cuda.memory._record_memory_history("all" if on else None, max_entries=1_000_000)
+
+
+def memory_snapshot() -> dict[str, Any]:
+    """What the GPU's allocator holds and remembers: plain tables and lists."""
+    return dict(torch.cuda.memory._snapshot())

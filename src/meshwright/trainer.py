@@ -23,13 +23,20 @@ from meshwright.errors import ExitCode
 from meshwright.launch.local import stay_on_loopback
 from meshwright.observe.console import Console
 from meshwright.observe.end_report import EndReport
+from meshwright.observe.export import Export
 from meshwright.observe.ledger import Ledger
+from meshwright.observe.mlflow import MLflow
 from meshwright.observe.plan_file import PlanFile
+from meshwright.observe.profiler import Profiler
+from meshwright.observe.prometheus import Prometheus
+from meshwright.observe.recorder import Recorder
 from meshwright.observe.records import Records
 from meshwright.observe.sample import Sample
+from meshwright.observe.straggler_watch import StragglerWatch
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
 from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
+from meshwright.secrets import guarded_output
 from meshwright.training.checkpoints import SaveCheckpoints
 from meshwright.training.compiled import TellBreaks
 from meshwright.training.garbage import CollectGarbage
@@ -46,24 +53,33 @@ from meshwright.training.run_folder import RunFolder
 
 def standard_hooks(config: RunConfig) -> list[Hook]:
     """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
-    saves = SaveCheckpoints()
+    saves, recorder = SaveCheckpoints(), Recorder()
     # The report comes first, so that it is the last at the end.
     hooks: list[Hook] = [EndReport(), Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover()]
     hooks.append(CheckReplicas())
     if config.observe.ledger:
         hooks.append(Ledger())
-    hooks += [Evaluate(), EarlyStop(), saves.progress, Records()]
+    hooks += [Evaluate(), EarlyStop(), saves.progress, recorder.metrics, Records()]
     if config.parallel.retune:
         hooks.append(Retune())
     if config.observe.tensorboard:
         hooks.append(TensorBoard())
     if config.observe.wandb:
-        hooks.append(WeightsAndBiases())
-    hooks += [Console(), PlanFile()]
+        hooks.append(Export(WeightsAndBiases))
+    if config.observe.mlflow:
+        hooks.append(Export(MLflow))
+    if config.observe.prometheus is not None:
+        hooks.append(Prometheus())
+    hooks.append(Console())
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
-    # Last, so that it is the first at the end: what others say then is said of a run that is saved.
-    return [*hooks, saves]
+    # At the end before the sample, whose memory is none of a step's.
+    hooks.append(PlanFile())
+    if config.observe.profile_steps is not None:
+        hooks.append(Profiler(config.observe.profile_steps))
+    # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
+    # it all, and who compares these times.
+    return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps)]
 
 
 class Trainer(TrainingLoop):
@@ -97,7 +113,7 @@ def train(
     budget = Budget(config.elastic.max_restarts, config.elastic.same_step_failures)
     membership: Membership
     if nodes is not None:
-        folder = RunFolder(config.run.dir)
+        folder = RunFolder(config.run.dir, config.secrets())
         if (interface := interface_to(nodes.endpoint)) is not None:
             for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(variable, interface)
@@ -164,13 +180,14 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
 def _train_rank(planned: Planned, world: World) -> Ending:
     trainer: Trainer | None = None
     config = planned.config
-    try:
-        trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)))
-        trainer.train()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise explain(error, config, world, trainer) from None
+    with guarded_output(config.secrets()):
+        try:
+            trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)))
+            trainer.train()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explain(error, config, world, trainer) from None
     if trainer.preempted and not trainer.finished:
         return Ending(ExitCode.PREEMPTED, trainer.stop_reason)
     return Ending(ExitCode.DONE)

@@ -23,14 +23,15 @@ def bench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 @pytest.mark.slow
 def test_ours_and_the_bare_loop_are_measured_and_agree(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    done = bench("--contenders", "meshwright,bare", "--repeats", "2", "--json", str(out), "train.lr=1e-3")
+    variant = ["--variant", "steep:train.lr=1e-2"]
+    done = bench("--contenders", "meshwright,bare", *variant, "--repeats", "2", "--json", str(out), "train.lr=1e-3")
     assert done.returncode == 0, done.stderr
     facts = json.loads(out.read_text())
     assert facts["device"] == "cpu"
     assert facts["baseline"] == "bare"
     assert facts["config"]["train"]["lr"] == 1e-3
     rows = {row["contender"]: row for row in facts["rows"]}
-    assert rows.keys() == {"meshwright", "bare"}
+    assert rows.keys() == {"meshwright", "bare", "meshwright steep"}
     for row in rows.values():
         assert row["trouble"] is None
         assert len(row["repeats_ms"]) == 2
@@ -44,6 +45,8 @@ def test_ours_and_the_bare_loop_are_measured_and_agree(tmp_path: Path) -> None:
     assert rows["meshwright"]["ratio"] == pytest.approx(ratio)
     # The same weights, tokens and updates: the same work.
     assert rows["meshwright"]["last_loss"] == pytest.approx(rows["bare"]["last_loss"], rel=1e-6)
+    assert rows["meshwright steep"]["first_loss"] == pytest.approx(rows["meshwright"]["first_loss"], rel=1e-6)
+    assert rows["meshwright steep"]["last_loss"] != pytest.approx(rows["meshwright"]["last_loss"], rel=1e-4)
     assert rows["meshwright"]["parameters"] == rows["bare"]["parameters"] == facts["parameters"]
     roofline = facts["roofline"]["1"]
     assert roofline["floor_ms"] == pytest.approx(roofline["compute_ms"] + roofline["update_ms"])

@@ -350,6 +350,12 @@ def test_bf16_learns_too(meshwright: CommandLine, tiny_run: list[str], tmp_path:
     assert {str(weight.dtype) for weight in weights.values()} == {"torch.float32"}
 
 
+def test_tf32_on_a_cpu_says_that_it_is_float32(meshwright: CommandLine, tiny_run: list[str]) -> None:
+    run = meshwright("train", *tiny_run, "train.precision=tf32", "train.steps=1", "checkpoint.every=0")
+    assert run.returncode == 0, run.stderr
+    assert "tf32; on a CPU that is plain float32" in run.stdout
+
+
 def test_divergence_stops_the_run_and_says_so(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
     result = meshwright("train", *tiny_run, "train.lr=1e38", "train.grad_clip=0", "run.dir=a", "--nproc", 2)
     assert result.returncode == ExitCode.DIVERGED
@@ -361,7 +367,10 @@ def test_divergence_stops_the_run_and_says_so(meshwright: CommandLine, tiny_run:
 def test_weights_and_biases_gets_the_metrics(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
     result = meshwright("train", *tiny_run, "observe.wandb=true", "run.dir=a", WANDB_MODE="offline", HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert list((tmp_path / "a/wandb").glob("offline-run-*/*.wandb"))
+    (file,) = (tmp_path / "a/wandb").glob("offline-run-*/*.wandb")
+    # Names of metrics are stored as they are.
+    assert b"train/loss" in file.read_bytes()
+    assert "Weights & Biases" not in result.stderr
 
 
 def test_generate_continues_a_prompt_from_the_run(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:

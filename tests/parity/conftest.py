@@ -43,6 +43,13 @@ SPECS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    """Found where it begins: with a thread in this process, tests that plant a bug in forked ranks would all fail."""
+    yield
+    assert may_fork("cpu"), f"threads: {threading.enumerate()}, {len(os.listdir('/proc/self/task'))} in all"
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
     # Threads that another test left in this process would make every rank a fresh interpreter, ten times as slow.

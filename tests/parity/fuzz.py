@@ -57,7 +57,7 @@ def strategies(draw: Draw) -> Strategy:
             layers=draw(st.sampled_from(["even", "balanced"])) if taken["pp"] > 1 else "even",
             cp_method=draw(st.sampled_from(["ring", "ulysses"])) if taken["cp"] > 1 else "ring",
             recompute=draw(st.sampled_from(["none", "full", "selective", "first:1"])),
-            offload=draw(st.sampled_from(["none", "none", "none", "optimizer", "parameters"])),
+            offload=draw(st.sampled_from(["none", "none", "none", "optimizer", "parameters", "activations"])),
             wrap=draw(st.sampled_from(["auto", "block", "size:500"])) if zero > 1 else "auto",
             shares=draw(st.sampled_from(["even", "even", "2+1", "1+3"])) if data > 1 else "even",
         )

@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshwright.config import RunConfig
 from meshwright.estimate.state import state_bytes
 from meshwright.estimate.units import Place
+from meshwright.parallel.mesh import axes_of
 from meshwright.parallel.ring_attention import RING_ATTENTION, ring_forward
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.collectives import collective_of
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.pool import RankPool
-from meshwright.verify.rehearsal import Rehearsed, axes_of, rehearse_step
+from meshwright.verify.rehearsal import Rehearsed, rehearse_step
 from tests.parity.test_costs import case_of
 
 CASES = [

@@ -176,6 +176,9 @@ def test_contender_whose_package_is_missing_says_so() -> None:
         (["--model", "tiny", "--baseline", "nobody"], "--baseline=nobody"),
         (["--model", "tiny", "train.nothing=1"], "train.nothing"),
         (["--model", "tiny", "run.toml"], "section.key=value"),
+        (["--model", "tiny", "--variant", "fp8"], "--variant=fp8"),
+        (["--model", "tiny", "--variant", "fp8:train.nothing=1"], "train.nothing"),
+        (["--model", "tiny", "--variant", "a:train.lr=1", "--variant", "a:train.lr=2"], "a name of its own"),
         ([], "no model"),
     ],
 )

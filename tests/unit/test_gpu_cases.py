@@ -8,8 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmarks.gpu_rows import read_rows, scenario_of, write_rows
 
 from meshwright.models.spec import ModelSpec
+from meshwright.planning.memory import memory_of
 from meshwright.strategy import Strategy
 from tests.gpu import cases
 
@@ -59,3 +61,19 @@ def test_every_strategy_of_the_benchmark_has_a_planned_peak_that_fits_beside_the
         sizes.append(strategy.world)
     assert sizes.count(2) + sizes.count(4) == len(sizes) >= 12
     assert {2, 4} == set(sizes)
+
+
+def test_every_setting_of_the_table_is_planned_for_and_fits() -> None:
+    rows = read_rows(BENCHMARKS / "data/gpu_settings.csv")
+    assert len({tuple(row.values()) for row in rows}) == len(rows) >= 20
+    for row in rows:
+        assert memory_of(scenario_of(row)).stages[0].allocated < 130 * 2**30
+    for name, kinds in (("recompute", 5), ("precision", 3), ("sequence_length", 5), ("model", 8)):
+        assert len({row[name] for row in rows}) >= kinds
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [{"model": "a", "step_ms": "1.5"}, {"model": "b, c", "step_ms": ""}]
+    write_rows(tmp_path / "rows.csv", rows, ["when, with what", "how"])
+    assert (tmp_path / "rows.csv").read_text().startswith("# when, with what\n# how\nmodel,step_ms\n")
+    assert read_rows(tmp_path / "rows.csv") == rows

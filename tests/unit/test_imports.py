@@ -39,6 +39,7 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['verify', '--model', 'tiny', '--parallel', 'dp=1 tp=3'])",
         "import meshwright.training.job, meshwright.data.prepare",
         "import meshwright.elastic.watchdog",
+        "import meshwright.observe.terminal, meshwright.observe.trace_file, meshwright.observe.own_time",
         "import meshwright.cli.checkpoint, meshwright.checkpoint.checked, meshwright.checkpoint.retention",
         "import meshwright.observe.view, meshwright.observe.web.server, meshwright.observe.web.report",
         "from meshwright.cli.main import main; main(['watch', 'nowhere', '--web'])",
@@ -91,3 +92,10 @@ def test_unsupported_torch_is_refused_with_what_to_install(version: str, monkeyp
 def test_supported_torch_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_support.metadata, "version", lambda _: version)
     torch_support.require_torch()
+
+
+def test_a_training_does_not_import_a_compiler_that_it_may_not_need() -> None:
+    """Half a second of every start."""
+    check = "import sys, meshwright.trainer; print(*({'torch._dynamo', 'torch._inductor'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == ""

@@ -87,24 +87,33 @@ def three(bias: tuple[bool, bool, bool], dtype: torch.dtype) -> list[Linear]:
 
 
 @pytest.mark.parametrize(
-    ("bias", "dtype", "forward", "backward"),
+    ("bias", "dtype", "apart", "forward", "backward"),
     [
-        ((False, False, False), torch.float32, 1, 2),
-        ((True, True, True), torch.float32, 1, 2),
-        ((True, False, True), torch.float32, 3, 6),
-        ((False, False, False), torch.bfloat16, 3, 6),
+        ((False, False, False), torch.float32, False, 1, 2),
+        ((True, True, True), torch.float32, False, 1, 2),
+        ((True, False, True), torch.float32, False, 3, 6),
+        ((False, False, False), torch.bfloat16, False, 3, 6),
+        ((False, False, False), torch.float32, True, 1, 6),
+        ((True, True, True), torch.float32, True, 1, 6),
     ],
-    ids=["without biases", "with biases", "with some biases", "of the input's dtype"],
+    ids=[
+        "without biases",
+        "with biases",
+        "with some biases",
+        "of the input's dtype",
+        "gradients apart",
+        "gradients apart, with biases",
+    ],
 )
 def test_compiled_layers_that_share_an_input_are_one_product_where_that_costs_no_copy(
-    bias: tuple[bool, bool, bool], dtype: torch.dtype, forward: int, backward: int
+    bias: tuple[bool, bool, bool], dtype: torch.dtype, apart: bool, forward: int, backward: int
 ) -> None:
     torch._dynamo.reset()
     layers, x = three(bias, dtype), input_of()
     parameters = [parameter for one in layers for parameter in one.parameters()]
 
     def joined(x: Tensor, *layers: nn.Module) -> Tensor:
-        return torch.cat(linears(x, *layers), dim=-1)
+        return torch.cat(linears(x, *layers, apart=apart), dim=-1)
 
     separate = torch.cat([one(x) for one in layers], dim=-1)
     upstream = torch.randn(separate.shape, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)

@@ -154,5 +154,5 @@ def test_our_stacked_experts_are_not_computed_in_8_bits(software: str, gains: bo
 def test_8_bits_must_be_asked_for() -> None:
     found = plan("llama3.1-8b", "8xh100", strategy="dp=8 zero=3", precision="auto", global_batch=64)
     assert found.question.precision == "bf16"
-    with pytest.raises(UserError, match="lacks it; use bf16 or fp16 or float32"):
+    with pytest.raises(UserError, match="lacks it; use bf16 or fp16 or tf32 or float32"):
         plan("llama3.1-8b", "8xa100", precision="fp8", global_batch=64)

@@ -7,7 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from meshwright.pulse import NOBODY, Pulse, read_pulse
+import pytest
+
+from meshwright.pulse import NOBODY, PHASES, Pulse, read_pulse
 
 
 def test_reader_sees_phase_step_and_how_long_phases_took(tmp_path: Path) -> None:
@@ -70,3 +72,46 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     with pulse.during("evaluate"), pulse.waiting_for(1):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_seconds_of_phases_add_up_to_the_time_that_passed() -> None:
+    """Also when nobody watches from outside."""
+    pulse = Pulse()
+    began = time.monotonic()
+    pulse.enter("forward")
+    time.sleep(0.03)
+    with pulse.during("evaluate"):
+        time.sleep(0.02)
+    pulse.enter("backward")
+    now = time.monotonic()
+    spent = dict(zip(PHASES, pulse.spent_until(now), strict=True))
+    assert spent["forward"] >= 0.03
+    assert spent["evaluate"] >= 0.02
+    assert sum(spent.values()) == pytest.approx(now - began, abs=1e-3)
+    later = dict(zip(PHASES, pulse.spent_until(now + 5), strict=True))
+    assert later["backward"] == pytest.approx(spent["backward"] + 5)
+
+
+def test_listeners_hear_of_every_phase_of_the_rank_and_of_no_other_thread() -> None:
+    pulse, heard = Pulse(), []
+    pulse.listeners.append(lambda phase, now: heard.append((phase, now)))
+    pulse.enter("forward")
+    thread = threading.Thread(target=pulse.enter, args=("write",))
+    thread.start()
+    thread.join()
+    with pulse.during("evaluate"):
+        pass
+    assert [phase for phase, _ in heard] == ["forward", "evaluate", "forward"]
+    assert sorted(now for _, now in heard) == [now for _, now in heard]
+
+
+def test_waits_for_other_ranks_are_kept_while_somebody_wants_them() -> None:
+    pulse = Pulse()
+    with pulse.waiting_for(1):
+        pass
+    assert pulse.waits is None
+    pulse.waits = []
+    with pulse.waiting_for(1):
+        time.sleep(0.01)
+    ((begin, end),) = pulse.waits
+    assert end - begin >= 0.01

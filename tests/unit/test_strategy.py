@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
-from meshwright.strategy import KEYS, Strategy
+from meshwright.strategy import KEYS, OFFLOAD, Strategy
 
 DEGREE = st.integers(1, 6)
 SCHEDULES = st.sampled_from(["gpipe", "1f1b", "zero-bubble", "zbv"]) | st.integers(1, 9).map("interleaved:{}".format)
@@ -52,7 +52,7 @@ def strategies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Strategy:
         schedule=draw(SCHEDULES) if pp > 1 else "1f1b",
         cp_method=draw(st.sampled_from(["ring", "ulysses"])) if cp > 1 else "ring",
         recompute=draw(RECOMPUTE),
-        offload=draw(st.sampled_from(["none", "optimizer", "parameters"])),
+        offload=draw(st.sampled_from(OFFLOAD)),
         wrap=draw(WRAP) if zero > 1 else "auto",
         shares=draw(st.sampled_from(["even", "+".join(map(str, range(1, replicate * shard + 1)))])),
     )
@@ -117,6 +117,7 @@ def check_refusal(text: str, world: int, sequence_length: int | None = None, **c
         ("cp=2 cp_method=ulysses", 2, Strategy(cp=2, cp_method="ulysses")),
         ("recompute=first:12", 1, Strategy(recompute="first:12")),
         ("offload=optimizer", 1, Strategy(offload="optimizer")),
+        ("offload=activations+optimizer", 1, Strategy(offload="optimizer+activations")),
         ("zero=2 wrap=auto", 2, Strategy(shard=2, zero=2)),
         ("wrap=auto", 2, Strategy(replicate=2)),
         ("shares=3+1", 4, Strategy(replicate=4, shares="3+1")),
@@ -339,6 +340,8 @@ def test_refusal_says_what_to_change(text: str, expected: str) -> None:
         ("zero=3 wrap=name:", "auto, block, size:N, name:A+B", None),
         ("zero=3 wrap=name:mlp+", "auto, block, size:N, name:A+B", None),
         ("offload=", "none, optimizer, parameters", None),
+        ("offload=activation", "none, optimizer, parameters, activations, optimizer+activations", "activations"),
+        ("offload=activations+none", "none, optimizer, parameters, activations", None),
     ],
 )
 def test_unknown_choice_lists_the_choices_and_the_nearest(text: str, choices: str, hint: str | None) -> None:

@@ -134,3 +134,14 @@ def test_micro_steps_share_the_batch() -> None:
     assert Strategy(shard=2, zero=3).micro_steps(16, 2) == 4
     # Ranks that split matrices see the same samples.
     assert Strategy(replicate=2, tp=4).micro_steps(16, 2) == 4
+
+
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zbv"])
+def test_activations_in_host_memory_are_refused_where_backward_passes_are_taken_apart(schedule: str) -> None:
+    with pytest.raises(ConfigError, match="use schedule=1f1b or interleaved:2, or drop offload of activations"):
+        Strategy.parse(f"pp=2 schedule={schedule} offload=activations", 2).check_any(2)
+    Strategy.parse("pp=2 offload=activations", 2).check_any(2)
+
+
+def test_activations_in_host_memory_leave_parameters_whole() -> None:
+    Strategy.parse("dp=2 offload=activations", 2).check(MODEL, 2, optimizer="adafactor")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -50,6 +50,10 @@ class Contender:
             with suppress(PackageNotFoundError):
                 return version(name)
         return ""
+
+    def variant(self, name: str, settings: str) -> Contender:
+        """The same contender once more, with other settings."""
+        return replace(self, name=f"{self.name} {name}", summary=f"{self.summary}, with {settings}")
 
 
 OURS, BARE = "meshwright", "bare"

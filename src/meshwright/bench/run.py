@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.bench.contenders import Contender
 from meshwright.bench.trial import Found, Trial
@@ -24,16 +24,21 @@ from meshwright.launch.limited import last_line, run_limited
 Say = Callable[[str], None]
 
 
-def run_all(
-    contenders: Sequence[Contender], trials: Sequence[Trial], repeats: int, limit_s: float, say: Say
-) -> list[Found]:
-    """Everything that was found: a trial for each micro-batch, each given to every contender, so many times."""
+class Entry(NamedTuple):
+    """A contender and its trials, one for each micro-batch."""
+
+    contender: Contender
+    trials: Sequence[Trial]
+
+
+def run_all(entries: Sequence[Entry], repeats: int, limit_s: float, say: Say) -> list[Found]:
+    """Everything that was found: each contender at each micro-batch, so many times."""
     found: list[Found] = []
     given_up: dict[tuple[str, int], str] = {}
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         for repeat in range(repeats):
-            for trial in trials:
-                for contender in contenders:
+            for turn in zip(*(entry.trials for entry in entries), strict=True):
+                for (contender, _), trial in zip(entries, turn, strict=True):
                     key = contender.name, trial.micro_batch
                     if key in given_up:
                         continue

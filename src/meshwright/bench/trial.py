@@ -19,6 +19,7 @@ class Trial:
     """One contender's training: the settings of a run, of which peers take what they have."""
 
     contender: str
+    """Its name; that of a variant has a second word."""
     config: RunConfig
     steps: int
     """That are timed."""

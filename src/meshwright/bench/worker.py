@@ -26,7 +26,7 @@ def measure(trial: Trial, started: float) -> Found:
     named: dict[str, Any] = {"contender": trial.contender, "micro_batch": trial.micro_batch}
     named |= {"torch": torch.__version__, **_device(device)}
     try:
-        module = import_module(f"meshwright.bench.{CONTENDERS[trial.contender].module}")
+        module = import_module(f"meshwright.bench.{CONTENDERS[trial.contender.split()[0]].module}")
         facts = module.train(trial, clock)
         times = clock.step_ms()
     except (Unable, UserError) as error:

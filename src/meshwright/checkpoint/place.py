@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from meshwright.errors import CheckpointError, ConfigError, StoreError, UserError
 from meshwright.files import flush, write_atomically
+from meshwright.secrets import Secrets, login_of, without_login
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 _BEGUN = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.unfinished-[0-9a-f]{8}")
@@ -270,20 +271,20 @@ class RemotePlace(Place):
         not touch those of its successor."""
         self._tag = tag
         try:
-            import fsspec
-
-            self._files, self._root = fsspec.core.url_to_fs(url)
+            self._files, self._root = _store(url)
         except (ImportError, ValueError) as error:
             raise ConfigError(
-                f"{url} cannot be used: {error}; pip install 'meshwright[s3]' or 'meshwright[gs]'"
+                f"{without_login(url)} cannot be used: {error}; pip install 'meshwright[s3]' or 'meshwright[gs]'"
             ) from None
-        self.url = url.rstrip("/")
+        self._address = url.rstrip("/")
+        """The place with its login, if it has one; `url` is what people may see."""
+        self.url = without_login(self._address)
 
     def __str__(self) -> str:
         return self.url
 
     def child(self, name: str) -> RemotePlace:
-        return RemotePlace(f"{self.url}/{self.checked(name)}")
+        return RemotePlace(f"{self._address}/{self.checked(name)}")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -295,7 +296,8 @@ class RemotePlace(Place):
         except Exception as error:
             scheme = self.url.partition(":")[0]
             raise StoreError(
-                f"{self.url} cannot be used from {socket.gethostname()}: {type(error).__name__}: {error}; "
+                f"{self.url} cannot be used from {socket.gethostname()}: {type(error).__name__}: "
+                f"{Secrets.known([self._address]).redact(str(error))}; "
                 f"{_WHAT_TO_CHECK.get(scheme, _WHAT_TO_CHECK[''])}"
             ) from error
 
@@ -375,7 +377,7 @@ class RemotePlace(Place):
 
     def rejoin(self, key: str) -> RemotePlace:
         name, _, tag = key.partition(":")
-        return RemotePlace(f"{self.url}/{self.checked(name)}", tag)
+        return RemotePlace(f"{self._address}/{self.checked(name)}", tag)
 
     def publish(self, begun: Place, name: str) -> Place:
         self._files.invalidate_cache()
@@ -390,6 +392,17 @@ class RemotePlace(Place):
         for name in self.names():
             if re.fullmatch(r"step-\d+", name) and "manifest.json" not in self.child(name).names():
                 self.child(name).remove()
+
+
+def _store(url: str) -> tuple[Any, str]:
+    """The file system of a URL and the prefix in it. A login in it is the key of an s3 store, whose library does not
+    look there."""
+    import fsspec
+
+    login = login_of(url)
+    if login is not None and url.startswith("s3://"):
+        return fsspec.core.url_to_fs(without_login(url), key=login[0], secret=login[1])
+    return fsspec.core.url_to_fs(url)
 
 
 def open_place(where: str | Path) -> Place:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +40,13 @@ def _describe_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS, help="of products (default bf16)")
     parser.add_argument("--recompute", default="none", choices=RECOMPUTE, help="of activations (default none)")
     parser.add_argument("--contenders", metavar="A,B", help="only these (default: all that are installed)")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME:SETTINGS",
+        help="Meshwright once more, with these settings besides; as often as wanted",
+    )
     parser.add_argument("--baseline", default="bare", metavar="NAME", help="what ratios are taken to (default bare)")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where (default auto)")
     parser.add_argument(
@@ -51,13 +61,15 @@ def _describe_step(parser: argparse.ArgumentParser) -> None:
         "examples:\n"
         "  meshwright bench step --model llama3.2-1b --sequence 8192 --micro-batch 1,2,4\n"
         "  meshwright bench step --model llama3.2-1b model.spec.tie_word_embeddings=false --json step.json\n"
+        "  meshwright bench step --model llama3.2-1b --variant fp8:train.precision=fp8 "
+        "--variant \"lean:'parallel.strategy=dp=1 recompute=selective'\"\n"
         "  meshwright bench step --model tiny --contenders meshwright,bare --device cpu --sequence 64 --steps 5\n"
     )
 
 
 def _step(args: argparse.Namespace) -> int:
-    from meshwright.bench.contenders import CONTENDERS, chosen
-    from meshwright.bench.run import run_all
+    from meshwright.bench.contenders import CONTENDERS, OURS, chosen
+    from meshwright.bench.run import Entry, run_all
     from meshwright.bench.table import Report, rows_of, show
     from meshwright.torch_support import require_torch
 
@@ -66,9 +78,12 @@ def _step(args: argparse.Namespace) -> int:
     if args.baseline not in CONTENDERS:
         raise UserError(f"--baseline={args.baseline} is no contender; they are {', '.join(CONTENDERS)}")
     trials = _trials(args)
+    entries = [Entry(one, trials) for one in contenders]
+    for name, settings in _variants(args.variant):
+        entries.append(Entry(CONTENDERS[OURS].variant(name, shlex.join(settings)), _trials(args, settings)))
+    contenders = [one.contender for one in entries]
     require_torch()
-    here = [one for one in contenders if one.missing() is None]
-    found = run_all(here, trials, args.repeats, args.limit, say=_say)
+    found = run_all([one for one in entries if one.contender.missing() is None], args.repeats, args.limit, say=_say)
     ceilings, no_ceilings = _ceilings(trials[0], args.limit)
     rows = rows_of(contenders, trials, found)
     report = Report(tuple(trials), rows, args.baseline, ceilings, no_ceilings, args.full_attention)
@@ -85,7 +100,21 @@ def _step(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def _trials(args: argparse.Namespace) -> list[Trial]:
+def _variants(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Names and settings of variants."""
+    seen: set[str] = set()
+    for text in texts:
+        name, _, settings = text.partition(":")
+        if not re.fullmatch(r"[\w.+-]+", name) or name in seen or not settings.strip():
+            raise UserError(
+                f"--variant={text}: write a name of its own without spaces, a colon and settings, "
+                "such as fp8:train.precision=fp8"
+            )
+        seen.add(name)
+        yield name, shlex.split(settings)
+
+
+def _trials(args: argparse.Namespace, besides: Sequence[str] = ()) -> list[Trial]:
     """What is measured, for each micro-batch; refused before a process starts."""
     from meshwright.bench.trial import Trial
     from meshwright.config_load import load_config
@@ -99,13 +128,13 @@ def _trials(args: argparse.Namespace) -> list[Trial]:
         raise UserError("--warm-up takes a number of steps from 0, --limit a number of seconds above 0")
     if args.json is not None and (args.json.is_dir() or not args.json.parent.is_dir()):
         raise UserError(f"--json={args.json} is not a file in a folder that is there")
-    if any("=" not in one for one in args.settings):
+    if any("=" not in one for one in (*args.settings, *besides)):
         raise ConfigError("settings are section.key=value, such as train.grad_clip=0")
     total = args.steps + args.warm_up
     given = [f"model.preset={args.model}"] if args.model is not None else []
     # What follows wins, so that anything can be set by hand.
     given += [f"parallel.strategy=dp=1 recompute={args.recompute}", f"train.precision={args.precision}"]
-    given += ["train.schedule=constant", *args.settings, f"run.device={args.device}", f"train.steps={total}"]
+    given += ["train.schedule=constant", *args.settings, *besides, f"run.device={args.device}", f"train.steps={total}"]
     spec = model_spec(load_config(None, given))
     length = args.sequence or min(spec.max_position_embeddings, 4096)
     if not 0 < length <= spec.max_position_embeddings:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.config_load import ResolvedConfig
+from meshwright.secrets import public
 
 
 def print_settings(resolved: ResolvedConfig) -> None:
@@ -24,7 +25,9 @@ def print_settings(resolved: ResolvedConfig) -> None:
         for name, entry in type(values).model_fields.items():
             origin = resolved.origin(f"{section}.{name}")
             style = "dim" if origin == "default" else ""
-            cells = (f"{section}.{name}", _shown(getattr(values, name)), origin, entry.description or "")
+            # A table may break a value over lines, where nobody would know a secret again.
+            shown = _shown(public(getattr(values, name)))
+            cells = (f"{section}.{name}", shown, origin, entry.description or "")
             table.add_row(*map(Text, cells), style=style)
         console.print(table)
         console.print()

@@ -17,11 +17,12 @@ from typing import NamedTuple
 from meshwright._version import __version__
 from meshwright.errors import ExitCode, UserError, nearest
 from meshwright.limits import limit_reached
+from meshwright.secrets import Secrets, guarded_output
 
 VERBS = {
     "plan": "which strategy for a model on some machines: does it fit, how fast, and why",
     "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
-    "watch": "show runs while they go on, in a page for a browser",
+    "watch": "show runs while they go on, or afterwards: on a terminal, in a browser, as a timeline",
     "report": "a run as one HTML file that needs nothing else",
     "rendezvous": "serve the store where the machines of a run on several of them meet",
     "verify": "prove on this machine's CPU that a model under a strategy computes what one device computes",
@@ -75,14 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         return _unknown("verb", verb, VERBS)
-    try:
-        return _run(verb, rest)
-    except KeyboardInterrupt:
-        print(f"meshwright {verb}: interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `meshwright models | head`
-        sys.stderr.close()
-        return 0
+    with guarded_output(Secrets.known(rest)):
+        try:
+            return _run(verb, rest)
+        except KeyboardInterrupt:
+            print(f"meshwright {verb}: interrupted", file=sys.stderr)
+            return 130
+        except BrokenPipeError:  # `meshwright models | head`
+            sys.stderr.close()
+            return 0
+        except Exception:
+            # As Python itself would, but while secrets are still kept out of what is printed.
+            traceback.print_exc()
+            return ExitCode.FAILED
 
 
 def _run(verb: str, rest: list[str]) -> int:

@@ -1,8 +1,9 @@
-"""List the model presets with their parameter counts, or show one in full.
+"""List the model presets with their parameter counts, show one in full, or what its modules compute.
 
 examples:
   meshwright models
   meshwright models llama3.1-8b
+  meshwright models llama3.1-8b --flops 4096
   meshwright models --json
 """
 
@@ -10,12 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.errors import UserError
 from meshwright.models.count import count_parameters
 from meshwright.models.presets import Preset, find_preset, presets
+from meshwright.planning.module_flops import ModuleFlops, module_flops
+from meshwright.torch_support import require_torch
 
 _PLAIN_WIDTH = 200
 """Columns of the output where it is not a terminal: wide enough that no cell is cut."""
@@ -26,11 +32,19 @@ _WIDTH_WITH_SOURCE = 120
 def describe(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `meshwright models`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="show this preset in full")
+    parser.add_argument(
+        "--flops",
+        type=int,
+        metavar="TOKENS",
+        help="FLOPs of the preset's modules for a sequence of so many tokens: by closed form, and counted by PyTorch",
+    )
     parser.add_argument("--json", action="store_true", help="print a list of objects with exact counts")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the presets as a table, one preset in full, or either as JSON."""
+    if args.flops is not None:
+        return _show_flops(args)
     chosen = list(presets().values()) if args.name is None else [find_preset(args.name)]
     if args.json:
         print(json.dumps([_object(preset) for preset in chosen], indent=2))
@@ -46,6 +60,52 @@ def run(args: argparse.Namespace) -> int:
     if not with_source:
         console.print("\nmeshwright models NAME shows where a preset's facts come from")
     return 0
+
+
+def _show_flops(args: argparse.Namespace) -> int:
+    """Print FLOPs by module: what plans reckon with, and what PyTorch counts on the meta device."""
+    if args.name is None or args.flops < 1:
+        raise UserError("--flops TOKENS takes the name of a preset before it, and at least one token")
+    spec = find_preset(args.name).spec
+    planned = module_flops(spec, args.flops)
+    counted: dict[str, tuple[int, int]] = {}
+    unknown = None
+    try:
+        spec.check_buildable()
+    except UserError as error:
+        unknown = str(error)
+    else:
+        require_torch()
+        from meshwright.verify.counted_flops import counted_flops
+
+        counted = counted_flops(spec, args.flops)
+    if args.json:
+        rows = [{**asdict(one), "counted": counted.get(one.name)} for one in planned]
+        print(json.dumps({"preset": args.name, "tokens": args.flops, "modules": rows}, indent=2))
+        return 0
+    console = Console(highlight=False, width=None if Console().is_terminal else _PLAIN_WIDTH)
+    console.print(_flops_table(planned, counted))
+    if unknown is not None:
+        console.print(f"not counted: {unknown}", markup=False)
+    return 0
+
+
+def _flops_table(planned: Sequence[ModuleFlops], counted: Mapping[str, tuple[int, int]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("GFLOPs of a sequence", no_wrap=True)
+    for heading in ("modules", "forward", "counted", "backward", "counted"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in planned:
+        ahead, back = counted.get(one.name, (None, None))
+        table.add_row(one.name, str(one.count), *map(_giga, (one.forward, ahead, one.backward, back)))
+    sums = [sum(one.forward for one in planned), sum(one.backward for one in planned)]
+    found = [sum(pair[index] for pair in counted.values()) if counted else None for index in (0, 1)]
+    table.add_row("all", "", *map(_giga, (sums[0], found[0], sums[1], found[1])), style="bold")
+    return table
+
+
+def _giga(flops: float | None) -> str:
+    return "-" if flops is None else f"{flops / 1e9:,.4g}" if flops < 1e13 else f"{flops / 1e9:,.0f}"
 
 
 def human_count(count: int) -> str:

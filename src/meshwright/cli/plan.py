@@ -34,7 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="bf16",
         metavar="DTYPE",
-        help="bf16 (default), fp16, float32, fp8, some of them (a,b) or auto: all but fp8",
+        help="bf16 (default), fp16, tf32, float32, fp8, some of them (a,b) or auto: all but fp8 and tf32",
     )
     parser.add_argument("--stored", metavar="DTYPE", help="weights and gradients: float32 (default) or bf16")
     parser.add_argument("--moments", metavar="DTYPE", help="AdamW's moments: float32 (default), bf16 or int8")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright.config import RunConfig
 from meshwright.config_load import resolve_config, run_presets
 from meshwright.errors import ConfigError
+from meshwright.secrets import guarded_output
 from meshwright.strategy import AUTO, Strategy
 from meshwright.torch_support import require_torch
 from meshwright.training.job import batch_schedule, make_job
@@ -68,11 +69,17 @@ def run(args: argparse.Namespace) -> int:
 
         print_settings(resolved)
         return 0
+    with guarded_output(resolved.config.secrets()):
+        return _train(args, resolved.config)
+
+
+def _train(args: argparse.Namespace, config: RunConfig) -> int:
+    """Train a configuration on the processes and machines that the arguments ask for."""
     require_torch()
     launched = "RANK" in os.environ
     if launched and args.nproc is not None:
         raise ConfigError("a launcher started this process (RANK is set) and says how many there are; drop --nproc")
-    nproc = 1 if launched else _processes(args.nproc or ("1" if args.rendezvous else None), resolved.config)
+    nproc = 1 if launched else _processes(args.nproc or ("1" if args.rendezvous else None), config)
     # Read when numpy and torch are imported: ranks share the cores instead of fighting for them.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -82,15 +89,15 @@ def run(args: argparse.Namespace) -> int:
     planned = None
     if not launched and not several:
         # Before the seconds that torch takes to import: mistakes are told at once.
-        planned = plan_run(resolved.config, nproc)
+        planned = plan_run(config, nproc)
         make_job(planned.config, nproc)
     from meshwright.elastic.failure import RankError
     from meshwright.trainer import train
     from meshwright.training.hooks import STOP_SIGNALS
 
     try:
-        nodes = _nodes(args, resolved.config) if several else None
-        ending = train(resolved.config, nproc, supervised=True, nodes=nodes, planned=planned)
+        nodes = _nodes(args, config) if several else None
+        ending = train(config, nproc, supervised=True, nodes=nodes, planned=planned)
         for number in STOP_SIGNALS:
             # It has ended and says how: a signal that comes too late does not change that.
             signal.signal(number, signal.SIG_IGN)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PLAIN_WIDTH = 200
 """Columns of the output where it is not a terminal: wide enough that no cell is cut."""
-PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
+PRECISIONS = ("float64", "float32", "tf32", "bf16", "fp16", "fp8")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -1,7 +1,13 @@
-"""Shows runs while they go on: curves, ranks, schedule, memory and events, in a page for a browser on this machine.
+"""Shows runs while they go on, or afterwards: on this terminal, or as a page for a browser on this machine.
 
-The page only reads the run folder and changes nothing; it works on runs that are over, too. Several runs are laid over
-each other. Nobody but this machine can reach it, unless --host says so; that needs a token in a file.
+On a terminal a picture that stays in place, ended by q or Ctrl-C; where there is no terminal, a line when there is
+something new. With --web a page with curves, ranks, schedule, memory and events; several runs are laid over each other.
+Nobody but this machine can reach it, unless --host says so; that needs a token in a file. Run folders are only read.
+
+  meshwright watch runs/demo                                    the run as it goes on
+  meshwright watch runs/demo --once                             one picture of it
+  meshwright watch runs/demo --trace trace.json --steps 50:60   a timeline of all ranks for Perfetto
+  meshwright watch runs/demo --web                              the page
 """
 
 from __future__ import annotations
@@ -15,6 +21,9 @@ from meshwright.errors import UserError
 def describe(parser: argparse.ArgumentParser) -> None:
     """What the command line takes."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder (run.dir of a training)")
+    parser.add_argument("--once", action="store_true", help="print one picture and end")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write profiled steps as a trace-event file and end")
+    parser.add_argument("--steps", metavar="A:B", help="with --trace: from step A to before B; either may be left out")
     parser.add_argument("--web", action="store_true", help="serve a page and say where it is")
     parser.add_argument("--port", type=int, default=0, help="port of the page (default: one that is free)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
@@ -27,10 +36,25 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the runs until interrupted."""
+    """Show the runs until interrupted, or write a timeline."""
     folders = [existing_run(name) for name in args.runs]
-    if not args.web:
-        raise UserError("say --web: the page is the only display that there is")
+    if args.web:
+        return _serve(args, folders)
+    if len(folders) > 1:
+        raise UserError("several runs are shown together by the page only: say --web, or give one run")
+    if args.trace is not None:
+        from meshwright.observe.trace_file import write_trace
+
+        print(write_trace(folders[0], args.trace, args.steps))
+        return 0
+    if args.steps is not None:
+        raise UserError("--steps says which steps --trace writes; say --trace FILE, too")
+    from meshwright.observe.terminal import watch
+
+    return watch(folders[0], args.once)
+
+
+def _serve(args: argparse.Namespace, folders: list[Path]) -> int:
     from meshwright.observe.view import RunView
     from meshwright.observe.web.access import read_token
     from meshwright.observe.web.server import serve

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.errors import UserError, nearest
 
 MIB = 1 << 20
-DTYPES = ("bf16", "fp16", "float32", "float64", "fp8", "fp4")
+DTYPES = ("bf16", "fp16", "float32", "tf32", "float64", "fp8", "fp4")
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,10 @@ def step_traffic(spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int =
     _mixtures(traffic, spec, strategy, work)
     if strategy.dp > 1:
         _data(traffic, spec, strategy, work, tp_rank)
-    # How many tokens are valid; before the update the loss, the norm, and whether somebody was asked to stop.
+    # How many tokens are valid; before the update the loss, the norm, whether somebody was asked to stop, and the loss
+    # of each data replica.
     traffic.add(ALL_REDUCE, "world", 8)
-    traffic.add(ALL_REDUCE, "world", 24)
+    traffic.add(ALL_REDUCE, "world", 24 + (8 * strategy.dp if strategy.dp > 1 else 0))
     for axes in _norm_axes(spec, strategy):
         for axis in axes:
             traffic.add(ALL_REDUCE, axis, 8)

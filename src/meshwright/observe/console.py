@@ -114,7 +114,8 @@ def introduction(trainer: TrainingLoop) -> str:
     batch = str(batches[0]) if len(batches) == 1 else f"{batches[0]}..{batches[-1]}"
     corpora = " + ".join(f"{corpus.path}: {human(corpus.tokens)} tokens" for corpus in job.sampler.corpora)
     start = f"from step {trainer.step} " if trainer.step else ""
-    slow = "; fp16 is slow on a CPU" if config.train.precision == "fp16" and trainer.world.device.type == "cpu" else ""
+    on_cpu = {"fp16": "; fp16 is slow on a CPU", "tf32": "; on a CPU that is plain float32"}
+    slow = on_cpu.get(config.train.precision, "") if trainer.world.device.type == "cpu" else ""
     wide = "".join(f"\nbf16   {line}" for line in kept_wide(trainer.one_step.parallel.wide))
     reason = slow_attention(config, job.spec, job.strategy, trainer.world.device)
     attention = f"\nslow   attention {reason}" if reason is not None else ""

@@ -117,10 +117,6 @@ class Curves:
         """The last values of a metric, at most that many."""
         return list(self._of(name).values[-count:])
 
-    def total(self, name: str) -> float:
-        """The sum over all steps."""
-        return math.fsum(self._of(name).values)
-
     def last(self, name: str) -> float | None:
         """The newest value, of whichever step had one."""
         values = self._of(name).values

@@ -94,7 +94,8 @@ class PlanFile(Hook):
     def _write(self, trainer: TrainingLoop) -> None:
         trainer.job.folder.check_generation()
         try:
-            write_atomically(trainer.job.folder.plan, json.dumps(self.facts, indent=1) + "\n")
+            facts = trainer.job.folder.secrets.redact_tree(self.facts)
+            write_atomically(trainer.job.folder.plan, json.dumps(facts, indent=1) + "\n")
         except OSError as error:
             _tell(f"{trainer.job.folder.plan} cannot be written: {error.strerror}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from meshwright.observe.comparison import Pair
-from meshwright.observe.run_state import TimeLost
+from meshwright.observe.goodput import WORDS, Goodput
 from meshwright.observe.view import View
 
 GIB = 2.0**30
@@ -22,7 +22,7 @@ def summary(view: View) -> Iterator[str]:
     each = f" ({tokens / view.world:,.0f} per rank)" if tokens is not None and view.world > 1 else ""
     yield "tokens/s     " + (f"{tokens:,.0f}{each}" if tokens is not None else "unknown")
     yield _chip(view)
-    yield "time lost    " + (_lost(view.lost) if view.lost is not None else "unknown")
+    yield "time lost    " + (_lost(view.goodput) if view.goodput.wall_s > 0 else "unknown")
     found = view.comparison
     times = _beside(found.step_time, lambda value: f"{value:.3g} s")
     sizes = _beside(found.peak_memory, lambda value: f"{value / GIB:.2f} GiB")
@@ -41,16 +41,12 @@ def _mean(view: View, name: str) -> float | None:
     return sum(recent) / len(recent) if recent else None
 
 
-def _lost(lost: TimeLost) -> str:
-    parts = {
-        "restarts": lost.restarts_s,
-        "steps done again": lost.repeated_s,
-        "evaluation": lost.evaluation_s,
-        "checkpoints": lost.saving_s,
-    }
-    named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05)
-    share = lost.lost_s / lost.wall_s if lost.wall_s else 0.0
-    return f"{lost.lost_s:.1f} s of {lost.wall_s:.1f} s ({share:.1%})" + (f": {named}" if named else "")
+def _lost(found: Goodput) -> str:
+    lost = found.wall_s - found.parts["progress"]
+    named = ", ".join(
+        f"{WORDS.get(name, name)} {share * found.wall_s:.1f} s" for name, share in found.losses() if share >= 0.005
+    )
+    return f"{lost:.1f} s of {found.wall_s:.1f} s ({1 - found.share:.1%})" + (f": {named}" if named else "")
 
 
 def _beside(pair: Pair, text: Callable[[float], str]) -> str:

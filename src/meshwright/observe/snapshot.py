@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.observe.comparison import Pair
 from meshwright.observe.curves import SERIES
+from meshwright.observe.goodput import WORDS, Goodput
 from meshwright.observe.rank_files import numbers_of, parts_of
 from meshwright.observe.view import Rank, View
 
@@ -107,8 +108,15 @@ def _run(view: View, name: str) -> dict[str, Any]:
         "comparison": _comparison(view),
         "pipeline": asdict(view.pipeline) if view.pipeline is not None else None,
         "collectives": view.collectives,
-        "lost": {**asdict(view.lost), "lost_s": view.lost.lost_s} if view.lost is not None else None,
+        "goodput": _goodput(view.goodput),
     }  # fmt: skip
+
+
+def _goodput(found: Goodput) -> dict[str, Any] | None:
+    if found.wall_s <= 0:
+        return None
+    rest = [{"name": WORDS.get(name, name), "share": share} for name, share in found.losses()]
+    return {"wall_s": found.wall_s, "share": found.share, "rest": rest}
 
 
 def _rank(rank: Rank) -> dict[str, Any]:

@@ -21,11 +21,13 @@ from typing import Literal
 
 from meshwright.errors import ConfigError
 from meshwright.lock import is_alive
+from meshwright.observe.account import Account
 from meshwright.observe.comparison import Comparison, compare
 from meshwright.observe.curves import Curves, number
+from meshwright.observe.goodput import Goodput
 from meshwright.observe.pipeline_view import PipelineView, pipeline_view
 from meshwright.observe.rank_files import RankFiles, RankRecord, numbers_of
-from meshwright.observe.run_state import Standing, State, TimeLost, standing, time_lost
+from meshwright.observe.run_state import Standing, State, standing
 from meshwright.observe.tail import Line, Tail, read_json
 from meshwright.strategy import Strategy
 
@@ -81,7 +83,8 @@ class View:
     events: list[Line]
     comparison: Comparison
     pipeline: PipelineView | None
-    lost: TimeLost | None
+    goodput: Goodput
+    """Where its time went."""
 
     @property
     def collectives(self) -> Line | None:
@@ -98,6 +101,7 @@ class RunView:
         self._metrics, self._events = Tail(self.path / "metrics.jsonl"), Tail(self.path / "events.jsonl")
         self._files = RankFiles(self.path / "ranks")
         self._curves = Curves()
+        self._account = Account(self.path)
         self._read_events: list[Line] = []
 
     def refresh(self) -> View:
@@ -112,6 +116,8 @@ class RunView:
         strategy = _parse(text, world)
         last = curves.last_time() or sign
         ranks = self._ranks(stands, world, strategy)
+        steps = {rank.rank: list(rank.record.steps) for rank in ranks}
+        goes_on = stands.state in ("running", "restarting")
         recent = curves.recent("step_s", RECENT_STEPS)
         step_s = statistics.median(recent) if recent else None
         return View(
@@ -133,7 +139,7 @@ class RunView:
             events=list(events),
             comparison=compare(plan, curves, step_s, [(one.coordinates, one.record) for one in ranks]),
             pipeline=self._pipeline(strategy, plan, ranks),
-            lost=time_lost(events, sign, curves.total("step_s"), step_s, curves.total("eval_s")),
+            goodput=self._account.now(events, curves, steps, now if goes_on else None),
         )
 
     def _take(self) -> None:
@@ -212,6 +218,8 @@ def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, lis
             failures.setdefault(rank, []).append(event)
         elif event["event"] == "straggler" and (begun is None or (number(event.get("time")) or 0.0) >= begun):
             slow[rank] = event
+        elif event["event"] == "straggler_cleared" and slow.get(rank, {}).get("phase") == event.get("phase"):
+            slow.pop(rank, None)
     return failures, slow
 
 

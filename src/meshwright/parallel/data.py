@@ -94,7 +94,7 @@ def _replicating(over: DeviceMesh, policy: MixedPrecisionPolicy) -> Split:
 
 def _sharding(strategy: Strategy, over: DeviceMesh, policy: MixedPrecisionPolicy) -> Split:
     offload = OffloadPolicy()
-    if strategy.offload == "parameters":
+    if strategy.host_states == "parameters":
         offload = CPUOffloadPolicy(pin_memory=over.device_type == "cuda")
 
     def shard(unit: Any, is_root: bool) -> None:

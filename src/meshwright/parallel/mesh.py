@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.strategy import Strategy
@@ -87,3 +88,19 @@ def _experts(strategy: Strategy, axes: DeviceMesh) -> ExpertMesh:
         copies=flatten(found, ("expert_replicate", "expert_shard", "cp"), "copies"),
         state=flatten(found, ("expert_shard", "cp"), "expert_state"),
     )
+
+
+def axes_of(mesh: Mesh | None) -> dict[str, str]:
+    """Names of the groups that this rank is in, by their ranks; of several names the most telling one."""
+    if mesh is None:
+        return {}
+    meshes = {"world": None, "loss": mesh.loss, "state": mesh.state, "data": mesh.data}
+    if mesh.experts is not None:
+        meshes |= {"copies of experts": mesh.experts.copies, "ep": mesh.experts["ep"]}
+    meshes |= {axis: mesh[axis] for axis in ("replicate", "shard", "pp", "cp", "tp")}
+    found = {}
+    for name, one in meshes.items():
+        ranks = dist.get_process_group_ranks(None if one is None else one.get_group())
+        if len(ranks) > 1:
+            found[" ".join(map(str, ranks))] = name
+    return found

@@ -18,6 +18,7 @@ from meshwright.parallel import data
 from meshwright.parallel.bubble import Bubble, bubble_of
 from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
+from meshwright.parallel.host_activations import HostActivations
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.norm import clip_grad_norm_, grad_norm
@@ -44,6 +45,7 @@ class Parallel:
         pipeline: Pipeline | None = None,
         context: Context | None = None,
         wide: Mapping[str, str] | None = None,
+        host_activations: HostActivations | None = None,
     ) -> None:
         self.module = module
         self.pipeline = pipeline
@@ -52,6 +54,8 @@ class Parallel:
         self.precision = policy
         self.wide = wide or {}
         """Of a model whose linears multiply in 8 bits: modules of this rank that do not, and why."""
+        self.host_activations = host_activations
+        """What keeps activations in host memory, where the strategy says so."""
         self._reduction = reduction
         self._tied_copy: TiedEmbedding | None = None
         self.last_step: Spans | None = None
@@ -224,7 +228,7 @@ class Parallel:
             taken = [{"params": taken}]
         strategy = self.strategy
         rows_over = self.mesh if strategy.zero == 1 and self.mesh is not None and self.mesh.state.size() > 1 else None
-        on_host = strategy.offload == "optimizer"
+        on_host = strategy.host_states == "optimizer"
         split = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         if not (split or rows_over is not None or on_host):
             return make(taken, **options)

@@ -1,8 +1,8 @@
 """Lay a strategy over a model that was written for one device: the one way in, for the trainer and for other loops.
 
-Order: pipeline, products in 8 bits, tensor parallel, context parallel, expert parallel, compilation, recompute,
-precision, data parallel. A model on the meta device stays there, so that each rank can give memory to its own part; one
-with weights keeps those of rank 0.
+Order: pipeline, products in 8 bits, tensor parallel, context parallel, expert parallel, compilation, recompute, host
+memory, precision, data parallel. A model on the meta device stays there, so that each rank can give memory to its own
+part; one with weights keeps those of rank 0.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from meshwright.models.reads import around_forward
 from meshwright.parallel import compile, context, data, experts, precision, recompute, tensor
 from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
+from meshwright.parallel.host_activations import HostActivations
 from meshwright.parallel.mesh import Mesh, make_mesh
 from meshwright.parallel.model import Parallel
 from meshwright.parallel.pipeline import Batch, Pipeline
@@ -100,16 +101,19 @@ def _apply(
         if mesh.experts is not None:
             experts.apply(model, mesh.experts, reduction)
     wide = precision.not_in_float8(model, policy.float8) if policy.float8 is not None else {}
-    again = _own_share(strategy.recompute, pipeline)
+    again, blocks = _own_share(strategy.recompute, pipeline), blocks_of(model)
     if compiled:
-        compile.apply(blocks_of(model), again)
+        compile.apply(blocks, again)
         again = "none" if compile.decides(again) else again
     # The decoder draws no random numbers of its own; another model may.
-    recompute.apply(blocks_of(model), again, draws=not isinstance(model, Decoder))
+    host = HostActivations() if strategy.host_activations else None
+    recompute.apply(blocks, again, draws=not isinstance(model, Decoder), host=host)
+    if host is not None:
+        host.apply(blocks, has_last=pipeline is None or pipeline.has_last, compiled=compiled)
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide)
+    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide, host)
 
 
 def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:

@@ -27,6 +27,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.grouped_product import grouped_product  # noqa: F401
 from meshwright.models.mixture import Mixture, mixtures
 from meshwright.models.reads import around_forward
+from meshwright.parallel.host_activations import HostActivations, View, unpack
 from meshwright.parallel.ring_attention import RING_ATTENTION
 
 Context = AbstractContextManager[None]
@@ -49,39 +50,55 @@ _KEPT = {
 }
 
 
-def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True) -> None:
-    """Arrange it for the layers of a model; `draws` says whether they draw random numbers, to be drawn again alike."""
+def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True, host: HostActivations | None = None) -> None:
+    """Arrange it for the layers of a model; `draws` says whether they draw random numbers, to be drawn again alike.
+
+    With `host`, what selective keeps goes there.
+    """
     kind, _, count = recompute.partition(":")
     if kind == "none":
         return
     if kind == "budget":
         raise ConfigError(f"recompute={recompute} is for compiled layers: set train.compile=on, or use selective")
     for block in blocks[: int(count)] if kind == "first" else blocks:
-        around_forward(block, partial(_again, list(mixtures(block)), kind == "selective", draws))
+        around_forward(block, partial(_again, list(mixtures(block)), kind == "selective", draws, host))
 
 
 def _again(
-    held: list[Mixture], selective: bool, draws: bool, forward: Callable[..., Any], *inputs: Any, **options: Any
+    held: list[Mixture],
+    selective: bool,
+    draws: bool,
+    host: HostActivations | None,
+    forward: Callable[..., Any],
+    *inputs: Any,
+    **options: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    contexts = partial(_contexts, held, selective)
+    contexts = partial(_contexts, held, selective, host)
     return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=draws, context_fn=contexts, **options)
 
 
-def _contexts(held: list[Mixture], selective: bool) -> tuple[AbstractContextManager[Any], Context]:
+def _contexts(
+    held: list[Mixture], selective: bool, host: HostActivations | None
+) -> tuple[AbstractContextManager[Any], Context]:
     """The contexts of the first and of the repeated forward pass."""
     if not selective:
         return nullcontext(), _Repeating(held, nullcontext())
-    results = _Results()
+    results = _Results(host)
     return _Keep(results), _Repeating(held, _Take(results))
 
 
 class _Results:
     """What operations gave in the first pass, in their order."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: HostActivations | None) -> None:
+        self._host = host
         self.of: dict[Any, deque[Any]] = {operation: deque() for operation in _KEPT}
+
+    def kept(self, tensor: Tensor) -> Tensor | View:
+        """What is kept of a result: detached, or it would hold the graph that will hold it."""
+        return tensor.detach() if self._host is None else self._host.pack(tensor.detach())
 
 
 # Torch's own contexts for this demand that both passes do all the same operations. They do not where weights are
@@ -106,8 +123,7 @@ class _Keep(_Mode):
     def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
         result = operation(*inputs, **(options or {}))
         if operation in _KEPT:
-            # Detached, or it would hold the graph that will hold it.
-            self.results.of[operation].append(tree_map_only(Tensor, Tensor.detach, result))
+            self.results.of[operation].append(tree_map_only(Tensor, self.results.kept, result))
         return result
 
 
@@ -125,7 +141,7 @@ class _Take(_Mode):
 
     def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
         if operation in _KEPT:
-            return self.left[operation].popleft()
+            return tree_map_only(View, unpack, self.left[operation].popleft())
         return operation(*inputs, **(options or {}))
 
 

@@ -32,7 +32,7 @@ from meshwright.strategy import AUTO, Strategy
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried
 
-PRECISIONS = ("bf16", "fp16", "float32", "fp8")
+PRECISIONS = ("bf16", "fp16", "tf32", "float32", "fp8")
 """What the trainer computes in; where two are as fast, the first one is preferred."""
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
@@ -373,13 +373,14 @@ def _members(runners: Iterable[Runner]) -> list[Candidate]:
 
 
 def precisions_of(text: str, cluster: Cluster) -> list[str]:
-    """The precisions to look at: one, several with commas, or `auto` for all that every chip has but fp8.
+    """The precisions to look at: one, several with commas, or `auto` for all that every chip has but fp8 and tf32.
 
-    That one would always be the fastest, and it rounds so much more coarsely that it must be asked for.
+    The first would always be the fastest, and rounds so much more coarsely that it must be asked for; the second never
+    is, since every chip that has it is faster in bf16.
     """
     known = [one for one in PRECISIONS if one in cluster.chip.tflops]
     if text == "auto":
-        return [one for one in known if one != "fp8"]
+        return [one for one in known if one not in ("fp8", "tf32")]
     for one in text.split(","):
         if one not in PRECISIONS:
             raise UserError(f"--precision={text}: the trainer computes in {', '.join(PRECISIONS)}; or write auto")

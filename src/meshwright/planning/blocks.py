@@ -189,6 +189,11 @@ class AttentionShape(NamedTuple):
         return cls(heads * query / tp, heads * (query + value) / tp, heads * value / tp, (query + value) / 2, low_rank)
 
 
+def attention_products(spec: ModelSpec, tokens: float) -> tuple[Product, ...]:
+    """Those of a layer's products that are attention's, where one rank has all of it."""
+    return _attention(spec, AttentionShape.of(spec, 1), tokens, tokens, 1).products
+
+
 def _attention(spec: ModelSpec, shape: AttentionShape, tokens: float, between: float, tp: int) -> _Part:
     """Attention with its products."""
     width, heads, latent = spec.hidden_size, spec.num_attention_heads, spec.latent_attention

@@ -13,6 +13,7 @@ from meshwright.planning.question import FEATURE, Question
 from meshwright.planning.space import Degrees, Space, plain
 from meshwright.planning.state_times import OFFLOAD_S, from_host
 from meshwright.planning.timing import jitter_of
+from meshwright.strategy import host_activations, host_states
 
 
 def in_order(space: Space) -> list[Degrees]:
@@ -66,17 +67,23 @@ def bound_with_memory(degrees: Degrees, least: Least) -> float:
 
 
 def bound_with_offload(question: Question, degrees: Degrees, offload: str, zero: int, shard: int) -> float:
-    """The bound with two more features, and the least that the host's optimizer takes, and parameters on their way."""
+    """The bound with more features, and the least that the host's optimizer takes, and parameters on their way."""
     axes = sum(degree > 1 for degree in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
     shards = shard * degrees.cp if zero else 1
     # Experts may be shared by more ranks than the rest is.
     ranks = degrees.tp * degrees.pp * shards if degrees.ep == 1 else question.cluster.gpus
     held = question.parameters / ranks
-    seconds = held * OFFLOAD_S
-    if offload == "parameters" and zero == 3 and degrees.ep == 1:
+    states = host_states(offload)
+    seconds = held * OFFLOAD_S if states != "none" else 0.0
+    if states == "parameters" and zero == 3 and degrees.ep == 1:
         micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
         seconds += micro_steps * 2 * from_host(held, question.trainer)
-    return (degrees.bound / (1 + FEATURE * axes) + seconds) * (1 + FEATURE * (axes + 2))
+    return (degrees.bound / (1 + FEATURE * axes) + seconds) * (1 + FEATURE * (axes + host_features(offload)))
+
+
+def host_features(offload: str) -> int:
+    """Features that host memory counts as."""
+    return 2 * (host_states(offload) != "none") + 2 * host_activations(offload)
 
 
 def layer_kinds(spec: ModelSpec) -> list[tuple[bool, int]]:
@@ -116,7 +123,7 @@ class Least:
         """Features that are needed whatever else: sharded state where copies do not fit, host memory."""
         offload = self.layouts[0].offload
         many = self.degrees.dp * self.degrees.cp > 1
-        return 2 * (offload != "none") + (many and not self.space.may_hold(self.degrees, offload, 0))
+        return host_features(offload) + (many and not self.space.may_hold(self.degrees, offload, 0))
 
 
 def needed_layers(none: Memory, full: Memory, layers: float) -> float:

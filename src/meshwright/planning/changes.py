@@ -11,6 +11,7 @@ from meshwright.planning.question import Candidate, Question, estimate
 from meshwright.planning.scenario import Layout
 from meshwright.planning.space import allowed
 from meshwright.planning.state_memory import GIB
+from meshwright.schedules import splits_backward
 from meshwright.strategy import Strategy
 
 
@@ -96,10 +97,17 @@ def _tried(question: Question, candidate: Candidate) -> Iterator[tuple[str, Stra
         doubled = _doubled(strategy, axis)
         if doubled is not None:
             yield f"{axis}={getattr(doubled, axis)} instead of {getattr(strategy, axis)}", doubled, micro_batch
-    if strategy.offload == "none":
+    if strategy.host_states == "none":
         yield (
             "keep optimizer state in host memory (offload=optimizer)",
-            replace(strategy, offload="optimizer"),
+            replace(strategy, offload="optimizer+activations" if strategy.host_activations else "optimizer"),
+            micro_batch,
+        )
+    if not strategy.host_activations and not splits_backward(strategy.schedule):
+        offload = "activations" if strategy.offload == "none" else f"{strategy.offload}+activations"
+        yield (
+            f"keep activations in host memory (offload={offload})",
+            replace(strategy, offload=offload),
             micro_batch,
         )
 

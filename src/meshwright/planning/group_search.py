@@ -28,8 +28,9 @@ from meshwright.planning.scenario import Layout
 from meshwright.planning.search import search
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Timer
-from meshwright.schedules import stages_per_rank
+from meshwright.schedules import splits_backward, stages_per_rank
 from meshwright.stages import stage_layers
+from meshwright.strategy import OFFLOAD
 
 PACE = "all alike, at the pace of the slowest chip"
 STAGES = "a pipeline over the groups, stages by the speed of their chips"
@@ -110,7 +111,7 @@ class _Uneven:
             key=lambda one: (one.bound, one.tp, one.pp, one.cp, one.ep, -one.micro_batch),
         )
         found: list[Candidate] = []
-        for offload in ("none", "optimizer", "parameters"):
+        for offload in OFFLOAD:
             if found or not self.question.allows(offload=offload):
                 continue
             for index, degrees in enumerate(pending):
@@ -215,6 +216,8 @@ class _Uneven:
     def _orders(self, degrees: Degrees, layout: Layout, timers: dict[tuple[int, int], Timer]) -> Iterator[Layout]:
         """With all schedules, and the layers of each stage."""
         for schedule in self.space.schedules(degrees, layout.zero):
+            if layout.host_activations and splits_backward(schedule):
+                continue
             ordered = replace(layout, schedule=schedule)
             splits = self.space.splits(degrees.pp, schedule) if self.way == SHARES else []
             if degrees.pp > 1:

@@ -10,6 +10,7 @@ from meshwright.planning.question import Candidate, Found, Question, estimate
 from meshwright.planning.scenario import Layout
 from meshwright.planning.space import Degrees, Space, allowed, most_recompute, plain
 from meshwright.planning.timing import Parts
+from meshwright.schedules import splits_backward
 
 
 def least_memory(question: Question, space: Space, pending: Sequence[Degrees], keep: int) -> Found:
@@ -47,7 +48,7 @@ def leanest(question: Question, space: Space, degrees: Degrees, offload: str) ->
                 offload=offload,
                 recompute=most_recompute(question),
             )
-            if allowed(question, layout):
+            if allowed(question, layout) and not (layout.host_activations and splits_backward(layout.schedule)):
                 yield layout
 
 

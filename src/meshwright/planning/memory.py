@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.planning import blocks
-from meshwright.planning.blocks import Work
-from meshwright.planning.compiled import compiled_layer
 from meshwright.planning.head_memory import AtLoss, at_loss
 from meshwright.planning.held_layers import RankLayers
+from meshwright.planning.host_activations import Layers, moved
+from meshwright.planning.layer_memory import LayerKept, kept_by_layer, layer_work
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.state_memory import (
     ANY,
@@ -25,6 +25,7 @@ from meshwright.planning.state_memory import (
     States,
     accumulates,
     host_bytes,
+    on_its_way,
     state_terms,
     unit_bytes,
 )
@@ -140,51 +141,6 @@ class Memory:
         return replace(self, stages=(self.stages[rank],), capacity=self.room(rank), capacities=()).verdict
 
 
-class LayerKept(NamedTuple):
-    """Bytes that one layer keeps of one micro-batch."""
-
-    attention: float
-    """With the norms."""
-    feed_forward: float
-    input: float = 0.0
-    """All that a recomputed layer keeps."""
-    casts: float = 0.0
-    """Weights in the dtype of computing, which our own trainer makes of wider ones."""
-
-
-def kept_by_layer(scenario: Scenario, work: Work, sparse: bool, again: bool) -> LayerKept:
-    """What a layer keeps, computed again as a whole or not."""
-    element = scenario.element
-    if again:
-        return LayerKept(0.0, 0.0, work.input * element)
-    if scenario.compiled:
-        found = compiled_layer(scenario, work, sparse)
-        return LayerKept(found.attention, found.feed_forward, 0.0, found.casts)
-    if scenario.selective and scenario.flash_attention:
-        inner = work.saved_inner * 2
-        share = scenario.software.selective_saved
-        return LayerKept((work.saved_selective - inner) * share * element + work.saved_bytes, inner * share * element)
-    gathered = work.gathered if scenario.software.gathered_saved else 0.0
-    scores = 0.0 if scenario.flash_attention or scenario.selective else 5.0 * work.scores
-    # Dense feed-forwards that are not gated keep two inner tensors, which `saved` holds already.
-    inner = work.saved_inner * scenario.software.mlp_saved
-    if scenario.software.narrow_saved and scenario.dtype != scenario.wide:
-        # Inputs of products are kept as they were cast: half as wide, or a quarter with their scales.
-        less = work.cast * (0.5 if scenario.dtype == "fp8" else 0.7)
-        return LayerKept((work.saved - less) * element + work.saved_bytes + scores, inner * element)
-    attention = (work.saved + gathered) * element + work.saved_bytes + scores
-    return LayerKept(attention, inner * element, 0.0, _casts_of_experts(scenario, sparse))
-
-
-def _casts_of_experts(scenario: Scenario, sparse: bool) -> float:
-    """Linears round their weights whenever they need them; products of groups keep what they were given."""
-    if not (sparse and scenario.rounds_weights):
-        return 0.0
-    layout = scenario.layout
-    held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
-    return held.experts * scenario.element
-
-
 def _casting_bytes(scenario: Scenario) -> float:
     """Of an element of the widest product that is on its way into 8 bits; compiled code has it in registers."""
     ours = scenario.software.name == "meshwright" and scenario.dtype == "fp8"
@@ -199,9 +155,10 @@ def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> M
     """
     info, cluster = _LayerInfo(scenario), scenario.cluster
     communicators, context = _outside(scenario)
-    ranks = []
+    ranks, host = [], 0.0
     for rank in scenario.ranks(quick):
         held = _fullest(scenario, info, rank, floor)
+        host = max(host, held.host)
         ranks.append(
             Terms(
                 *held.states,
@@ -213,19 +170,20 @@ def memory_of(scenario: Scenario, quick: bool = False, floor: bool = False) -> M
                 context=context,
             )
         )
-    return Memory(tuple(ranks), host_bytes(scenario), cluster.memory, cluster.host_gib * GIB)
+    return Memory(tuple(ranks), host_bytes(scenario) + host, cluster.memory, cluster.host_gib * GIB)
 
 
 def does_fit(scenario: Scenario, floor: bool = False) -> bool:
     """Whether the verdict is that it fits: as `memory_of`, up to the first rank that does not."""
     info, cluster = _LayerInfo(scenario), scenario.cluster
-    if host_bytes(scenario) > cluster.host_gib * GIB:
+    left_on_host = cluster.host_gib * GIB - host_bytes(scenario)
+    if left_on_host < 0:
         return False
     room = FITS * cluster.memory - sum(_outside(scenario))
     spread = scenario.software.fragmentation
     for rank in scenario.ranks(quick=True):
         held = _fullest(scenario, info, rank, floor)
-        if held.allocated * (1 + spread) - held.states[3] * spread > room:
+        if held.allocated * (1 + spread) - held.states[3] * spread > room or held.host > left_on_host:
             return False
     return True
 
@@ -270,6 +228,8 @@ class _Full(NamedTuple):
     beside: tuple[float, float]
     """Of the layer at work, and logits."""
     buffers: float
+    host: float
+    """Of its activations in host memory; not a part of what follows."""
 
     @property
     def allocated(self) -> float:
@@ -280,10 +240,12 @@ class _Full(NamedTuple):
 def _fullest(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool) -> _Full:
     spec, layout, software = scenario.spec, scenario.layout, scenario.software
     attention = feed_forward = inputs = working = left = casts = waiting = 0.0
-    plain = experts = largest = repeating = keeping = 0.0
+    plain = experts = largest = repeating = keeping = on_host = 0.0
+    layers = []
     for flight, (sparse, recomputed, count) in rank.kinds:
         kept, beside, held = info[sparse, recomputed]
         times = flight * count
+        layers.append(Layers(kept, beside, count, flight))
         attention += times * kept.attention
         feed_forward += times * kept.feed_forward
         inputs += times * kept.input
@@ -298,40 +260,55 @@ def _fullest(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool
         if rank.waiting:
             waiting += rank.waiting * count * layer_work(scenario, sparse).results * scenario.element
     has_first, has_last = rank.has_first, rank.has_last
+    staying = None
+    if layout.host_activations:
+        on_host, (attention, feed_forward, inputs, casts), working, staying = moved(layers, has_last)
+        keeping = repeating = 0.0
     first, last = blocks.ends_parameters(spec, layout.tp)
     ends = (first if has_first else 0.0) + (last if has_last and not (spec.tie_word_embeddings and has_first) else 0.0)
     elements = Held(plain + ends, experts, ends, largest, casts / scenario.element)
     row = scenario.tokens / (layout.tp if layout.sp else 1) * spec.hidden_size * scenario.element
     head = at_loss(scenario) if has_last else AtLoss(0.0)
-    if has_last:
-        inputs += 2 * row
+    own_inputs = 2 * row if has_last else 0.0
+    inputs += own_inputs
     if layout.tp > 1:
         working += scenario.tokens * spec.hidden_size * scenario.element
-    activations = attention, feed_forward, inputs
+    activations = waiting_at_loss = attention, feed_forward, inputs
+    if staying is not None:
+        waiting_at_loss = staying.attention, staying.feed_forward, staying.input + own_inputs
     if not software.late_gradients:
         # Logits and the layer at work have their peaks at different times.
         beside_it = (0.0, head.logits) if head.logits > working else (working, 0.0)
         buffers = waiting + _buffers(scenario, rank, row, 0.0 if floor else largest)
-        return _Full(state_terms(scenario, elements, ANY, floor), activations, beside_it, buffers)
+        return _Full(state_terms(scenario, elements, ANY, floor), activations, beside_it, buffers, on_host)
     buffers = waiting + _buffers(scenario, rank, row, 0.0)
+    if staying is not None and not has_first:
+        # Inputs of a stage stay where they arrive.
+        buffers += rank.held * row
     if keeping and repeating and layout.pp == 1:
         # The first layers are computed again when those behind them, which keep more, have nothing left to keep.
         working = max(keeping, repeating - attention - feed_forward)
     loss = head.logits + head.found
-    full = _Full(state_terms(scenario, elements, LOSS, floor), activations, (0.0, loss), buffers)
+    full = _Full(state_terms(scenario, elements, LOSS, floor), waiting_at_loss, (0.0, loss), buffers, on_host)
     # A layer's gradients are whole when its activations are gone.
     working = max(working, 0.0 if floor else unit_bytes(scenario, largest) - left)
+    if staying is not None and not floor:
+        working += on_its_way(scenario, largest, len(scenario.stages[0].layers))
     if not (accumulates(scenario) or floor):
         working += head.gradient
-    if working > loss or layout.zero == 3:
-        full = _larger(full, _Full(state_terms(scenario, elements, LAYER, floor), activations, (working, 0.0), buffers))
+    if working > loss or layout.zero == 3 or staying is not None:
+        states = state_terms(scenario, elements, LAYER, floor)
+        full = _larger(full, _Full(states, activations, (working, 0.0), buffers, on_host))
     if not accumulates(scenario):
         # Of the first layer only its own is left, and what the embedding's gradient takes is not there yet; then that
         # comes, in the dtype of computing first.
         last_comes = first if has_first and layout.state_ranks == 1 and not spec.tie_word_embeddings else 0.0
         cast = scenario.element if scenario.element < scenario.held_bytes[0] else 0
+        if staying is not None:
+            # As much as before, and the gradients of all layers but the first two.
+            left = max(left, attention + feed_forward + inputs + casts + working - largest * scenario.held_bytes[1])
         left = max(left - last_comes * scenario.held_bytes[1], last_comes * cast)
-        ending = _Full(state_terms(scenario, elements, END, floor), (0.0, 0.0, 0.0), (left, 0.0), buffers)
+        ending = _Full(state_terms(scenario, elements, END, floor), (0.0, 0.0, 0.0), (left, 0.0), buffers, on_host)
         full = _larger(full, ending)
     return full
 
@@ -351,12 +328,3 @@ def _buffers(scenario: Scenario, rank: RankLayers, row: float, unit: float) -> f
     if layout.zero >= 2 and layout.state_ranks > 1:
         buffers += unit * (software.gather_bytes + software.reduce_bytes)
     return buffers
-
-
-def layer_work(scenario: Scenario, sparse: bool) -> Work:
-    """What a layer computes and keeps of one micro-batch."""
-    layout = scenario.layout
-    return blocks.layer_work(
-        scenario.spec, sparse, scenario.tokens, scenario.sequence_length,
-        layout.tp, layout.sp, layout.ep, layout.expert_tp, scenario.imbalance,
-    )  # fmt: skip

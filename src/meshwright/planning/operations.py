@@ -50,7 +50,9 @@ class Operations:
             share = speed.fp8 if scenario.dtype == "fp8" else speed.fp4
             self.narrow = chip.peak(scenario.dtype) * share * software.compute
         kernel = speed.portable_attention if software.portable_attention else speed.attention
-        self.attention = chip.peak(scenario.wide) * kernel * software.attention
+        # PyTorch's kernels for attention in float32 take no notice of TF32.
+        attends_in = "float32" if scenario.wide == "tf32" else scenario.wide
+        self.attention = chip.peak(attends_in) * kernel * software.attention
         self.memory = self.bandwidth * speed.memory
         self.units = chip.units
         self.host = speed.host

@@ -177,7 +177,9 @@ def count_features(strategy: Strategy | Layout) -> int:
     used = [strategy.zero > 0, strategy.tp > 1, strategy.pp > 1, strategy.cp > 1, strategy.ep > 1]
     used += [strategy.schedule != "1f1b", strategy.layers != "even", strategy.recompute != "none"]
     used += [strategy.shares != "even"]
-    used += [strategy.offload != "none", strategy.offload != "none", strategy.zero > 0 and strategy.replicate > 1]
+    # What goes to host memory must earn twice as much: whether it has room there is known less well.
+    used += 2 * [strategy.host_states != "none", strategy.host_activations]
+    used += [strategy.zero > 0 and strategy.replicate > 1]
     return sum(used)
 
 
@@ -204,7 +206,7 @@ def with_exact_states(candidate: Candidate) -> Candidate:
     A search sums what layers hold; shards are padded to whole rows, which this adds.
     """
     scenario, strategy = candidate.scenario, candidate.strategy
-    if scenario.software.name != "meshwright" or strategy.offload != "none" or scenario.spec.latent_attention:
+    if scenario.software.name != "meshwright" or strategy.host_states != "none" or scenario.spec.latent_attention:
         return candidate
     stages = []
     for rank, terms in enumerate(candidate.memory.stages):

@@ -97,8 +97,8 @@ def _candidates(
         words["schedule"] = "1f1b"
     if splits["cp"] == 1:
         words["cp_method"] = "ring"
-    if asked.offload == "parameters" and dp * splits["cp"] == 1:
-        words["offload"] = "optimizer"
+    if asked.host_states == "parameters" and dp * splits["cp"] == 1:
+        words["offload"] = asked.offload.replace("parameters", "optimizer")
     methods = [words] if splits["cp"] in (1, asked.cp) else [words, words | {"cp_method": "ring"}]
     # Where dp was left open, shares were written for any number of copies.
     shares = [asked.shares] if asked.shares == "even" or dp == asked.dp or open_dp else []

@@ -14,7 +14,7 @@ from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.held_layers import RankLayers, Stage, ranks_of, stages_of
 from meshwright.planning.software import Software
-from meshwright.strategy import Strategy
+from meshwright.strategy import Strategy, host_activations, host_states
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,16 @@ class Layout:
         )
 
     @property
+    def host_states(self) -> str:
+        """Whose state lives in host memory: none, optimizer or parameters."""
+        return host_states(self.offload)
+
+    @property
+    def host_activations(self) -> bool:
+        """Whether activations wait in host memory."""
+        return host_activations(self.offload)
+
+    @property
     def data_shares(self) -> tuple[int, ...]:
         """Of each data-parallel rank."""
         numbers = [1] if self.shares == "even" else [int(number) for number in self.shares.split("+")]
@@ -113,9 +123,9 @@ class Layout:
         return max(1, holders // self.replicate) if self.zero else 1
 
 
-PRECISIONS = ("float32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
+PRECISIONS = ("float32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4")
 """What matrix products are computed in."""
-_DTYPES = {"float32": "float32", "bf16": "bf16", "fp16": "fp16", "fp8": "fp8", "mxfp8": "fp8", "nvfp4": "fp4"}
+_DTYPES = {one: one for one in PRECISIONS} | {"mxfp8": "fp8", "nvfp4": "fp4"}
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,7 @@ class Scenario:
     def held_bytes(self) -> tuple[float, float, float]:
         """Of a parameter, of its gradient, and of what the optimizer keeps for it."""
         software = self.software
-        if self.precision == "float32" and software.name != "meshwright":
+        if self.element == 4 and software.name != "meshwright":
             # No second copy in another dtype.
             return 4.0, 4.0, 8.0
         return software.parameter_bytes, software.gradient_bytes, software.optimizer_bytes
@@ -167,12 +177,12 @@ class Scenario:
     @property
     def wide(self) -> str:
         """The dtype of everything that is not computed in a narrow one."""
-        return self.precision if self.precision in ("float32", "bf16", "fp16") else "bf16"
+        return self.precision if self.precision in ("float32", "tf32", "bf16", "fp16") else "bf16"
 
     @property
     def element(self) -> int:
         """Bytes of an activation."""
-        return 4 if self.precision == "float32" else 2
+        return 4 if self.precision in ("float32", "tf32") else 2
 
     @property
     def again(self) -> int:

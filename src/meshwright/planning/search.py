@@ -30,6 +30,8 @@ from meshwright.planning.question import FEATURE, Candidate, Found, Question, co
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.space import Degrees, Space, allowed, plain
 from meshwright.planning.timing import Timer
+from meshwright.schedules import splits_backward
+from meshwright.strategy import host_activations, host_states
 
 OBJECTIVES = ("throughput", "memory", "cost", "fewest-gpus")
 
@@ -67,6 +69,8 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     start = _possible(question, space, pending)
     best = start.score(objective)[0] * (1 + 1e-9) if start is not None else float("inf")
     for offload in space.offloads():
+        if found and host_activations(offload) and not _may_gain(found, offload):
+            continue
         for index, degrees in enumerate(pending):
             if degrees.bound >= best:
                 bounded += len(pending) - index
@@ -89,6 +93,13 @@ def search(question: Question, objective: str = "throughput", keep: int = 40) ->
     found.sort(key=lambda one: one.score(objective))
     closest = None if found else nearest(question, space, pending)
     return _known_to_exist(question, Found(found[0] if found else None, found[:keep], closest, estimated, bounded))
+
+
+def _may_gain(found: list[Candidate], offload: str) -> bool:
+    """Whether activations in host memory are looked at: in place of recompute, or to go with it; with more beside them
+    only where nothing else fits."""
+    best = min(found, key=lambda one: one.score("throughput"))
+    return "+" not in offload and best.strategy.recompute != "none"
 
 
 def _known_to_exist(question: Question, found: Found) -> Found:
@@ -185,19 +196,23 @@ def _rest_of(
         if zero not in stages or (degrees.ep > 1 and shard % degrees.ep and degrees.ep % shard):
             continue
         base = replace(plain(degrees), zero=zero, shard=shard, cp_method=method, offload=offload)
+        # How long activations are on their way depends on what is computed again: a floor does without.
+        fastest = replace(base, offload=host_states(offload))
         weight = 1 + FEATURE * count_features(base)
         if offload != "none" and bound_with_offload(question, degrees, offload, zero, shard) >= best:
             continue
         if degrees.pp > 1:
-            floor = timer.like(question.scenario(base, degrees.micro_batch)).without_gaps()
+            floor = timer.like(question.scenario(fastest, degrees.micro_batch)).without_gaps()
             if floor * weight >= best:
                 continue
         for schedule, layers in space.orders(degrees, zero):
+            if base.host_activations and splits_backward(schedule):
+                continue
             layout = replace(base, schedule=schedule, layers=layers)
             weight = 1 + FEATURE * count_features(layout)
             if space.order_floor(degrees, method, schedule, layers) * weight >= best:
                 continue
-            scenario = question.scenario(layout, degrees.micro_batch)
+            scenario = question.scenario(replace(layout, offload=fastest.offload), degrees.micro_batch)
             rough = timer.like(scenario).parts(simulate=False).total * weight
             if rough < best:
                 yield _Choice(layout, rough)
@@ -212,6 +227,12 @@ def _with_recompute(
     def scenario(recompute: str) -> Scenario:
         return question.scenario(replace(layout, recompute=recompute), degrees.micro_batch)
 
+    if layout.host_activations:
+        # The more is computed again, the less is on its way: any of them may be the fastest.
+        for recompute in ("none", "selective", "full"):
+            if question.allows(recompute=recompute) and does_fit(scenario(recompute)):
+                yield replace(layout, recompute=recompute)
+        return
     if question.allows(recompute="none") and does_fit(scenario("none")):
         yield layout
         return

@@ -19,6 +19,7 @@ from meshwright.planning.scenario import Layout
 from meshwright.planning.timing import Timer
 from meshwright.schedules import stages_per_rank
 from meshwright.stages import stage_layers
+from meshwright.strategy import OFFLOAD, host_states
 from meshwright.strategy_fit import divisors
 
 MOST_ZBV = 8
@@ -136,7 +137,7 @@ class Space:
         question = self.question
         if question.cluster.chip.key == "cpu" and question.allows(offload="none"):
             return ["none"]
-        return [one for one in ("none", "optimizer", "parameters") if question.allows(offload=one)]
+        return [one for one in OFFLOAD if question.allows(offload=one)]
 
     def states(self, degrees: Degrees) -> Iterator[tuple[int, int, str]]:
         """(zero, shard, cp_method) for degrees."""
@@ -173,7 +174,7 @@ class Space:
     def zero_stages(self, degrees: Degrees, offload: str) -> list[int]:
         """Stages that make sense with some degrees, the least sharded first."""
         many = degrees.dp * degrees.cp > 1
-        least = 2 if offload == "parameters" else 0
+        least = 2 if host_states(offload) == "parameters" else 0
         return [zero for zero in range(4) if zero >= least and (zero == 0 or many) and self.question.allows(zero=zero)]
 
     def may_hold(self, degrees: Degrees, offload: str, zero: int) -> bool:
@@ -199,9 +200,10 @@ class Space:
         software = question.trainer
         elements = question.parameters / (degrees.tp * degrees.pp)
         shards = degrees.dp * degrees.cp if zero else 1
-        stored = software.parameter_bytes if offload != "parameters" else 0
+        states = host_states(offload)
+        stored = software.parameter_bytes if states != "parameters" else 0
         held = (stored + software.gradient_bytes) / (shards if zero > 1 else 1)
-        held += software.optimizer_bytes / shards if offload == "none" else 0.0
+        held += software.optimizer_bytes / shards if states == "none" else 0.0
         return elements * held <= FITS * question.cluster.memory
 
     def smallest(self, degrees: Degrees, offload: str, zero: int) -> Iterator[Layout]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
+from meshwright.cuts import SMALL_UNIT
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.held_layers import stages_of
@@ -44,8 +46,8 @@ def state_terms(scenario: Scenario, held: Held, moment: str, floor: bool) -> Sta
     shards = layout.state_ranks if layout.zero else 1
     whole, own = held.plain + held.experts, held.plain / shards + held.experts * scenario.expert_share
     wide, gradient, moments = scenario.held_bytes
-    optimizer = own * moments if layout.offload == "none" else 0.0
-    stored = own * wide if layout.offload != "parameters" else 0.0
+    optimizer = own * moments if layout.host_states == "none" else 0.0
+    stored = own * wide if layout.host_states != "parameters" else 0.0
     there = moment in (ANY, END) or accumulates(scenario)
     if floor:
         return stored, 0.0, own * gradient * there, optimizer
@@ -53,7 +55,7 @@ def state_terms(scenario: Scenario, held: Held, moment: str, floor: bool) -> Sta
     if layout.zero < 2 or layout.state_ranks == 1:
         casts = (whole if scenario.is_replicated else held.cast) * narrow * (moment != END)
         if not layout.zero:
-            optimizer = whole * moments * (layout.offload == "none")
+            optimizer = whole * moments * (layout.host_states == "none")
         return whole * wide, casts, whole * gradient * there, optimizer
     if software.late_gradients:
         return (stored, *_our_shards(scenario, held, moment, own * gradient * there, there), optimizer)
@@ -86,11 +88,20 @@ def unit_bytes(scenario: Scenario, largest: float) -> float:
     return largest * (scenario.software.reduce_bytes + scenario.element)
 
 
+def on_its_way(scenario: Scenario, largest: float, layers: int) -> float:
+    """What our trainer holds of a unit's gradients on their way, while the next is at work: then one is gathered."""
+    layout = scenario.layout
+    if layout.zero < 2 or layout.state_ranks == 1 or layout.pp > 1:
+        return 0.0
+    unit = largest * min(layers, ceil(SMALL_UNIT / largest))
+    return unit * scenario.software.reduce_bytes - (2 * largest - unit) * scenario.element * (layout.zero == 3)
+
+
 def host_bytes(scenario: Scenario) -> float:
     """Host memory of a rank: the process, and what is offloaded."""
     layout = scenario.layout
     base = 4.0 * GIB if scenario.cluster.chip.key != "cpu" else 0.3 * GIB
-    if layout.offload == "none":
+    if layout.host_states == "none":
         return base
     shards = layout.state_ranks if layout.zero else 1
     most = _fullest_shard(
@@ -106,7 +117,7 @@ def host_bytes(scenario: Scenario) -> float:
     )
     # Moments, the copy that is updated, and gradients on their way; with parameters those too.
     parameter, gradient, moments = scenario.held_bytes
-    return base + most * (moments + parameter + gradient + (parameter if layout.offload == "parameters" else 0.0))
+    return base + most * (moments + parameter + gradient + (parameter if layout.host_states == "parameters" else 0.0))
 
 
 @blocks.remembered

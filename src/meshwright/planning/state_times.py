@@ -70,7 +70,7 @@ class StateTimes:
         # The first layer's gather and the last one's scatter have nothing to hide behind.
         edge = 1 / max(1, len(part))
         shown = self.operations.hide(gather, forward, edge), self.operations.hide(gather + scatter, backward, edge)
-        if layout.offload == "parameters":
+        if layout.host_states == "parameters":
             moved = from_host(elements / layout.state_ranks, software)
             shown = shown[0] + moved, shown[1] + moved
         return shown
@@ -150,7 +150,7 @@ class StateTimes:
             for rank, (plain, experts) in enumerate(self._held())
             if ranks is None or rank in ranks
         )
-        if layout.offload == "none":
+        if layout.host_states == "none":
             # Of weights, gradients and moments, against those in float32.
             share = self.scenario.kept.updated / FLOAT32.updated
             return self.operations.update(most) * share, 0.0

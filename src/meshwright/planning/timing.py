@@ -12,6 +12,7 @@ from math import log2
 
 from meshwright.planning import pipeline
 from meshwright.planning.held_layers import Stage
+from meshwright.planning.host_activations import exposed
 from meshwright.planning.layer_times import LayerTimes
 from meshwright.planning.measured import operations_of
 from meshwright.planning.operations import Operations
@@ -57,6 +58,8 @@ class Passes:
     ep: float
     cp: float
     gathered: float
+    host: float
+    """Of activations on their way to host memory and back."""
 
 
 @dataclass
@@ -76,6 +79,7 @@ class Flow:
     ep: float
     cp: float
     gathered: float
+    host: float = 0.0
     bound: float | None = None
     simulated: float | None = None
 
@@ -136,8 +140,8 @@ class Timer:
         """What the stages take; the same for all strategies that differ in what is summed once a step only."""
         layout = self.scenario.layout
         every = layout.zero == 3 or (layout.zero == 2 and layout.pp == 1)
-        sharded = (layout.zero, layout.shard, layout.offload == "parameters") if every else ()
-        key = layout.schedule, layout.layers, layout.cp_method, layout.recompute, sharded
+        sharded = (layout.zero, layout.shard, layout.host_states == "parameters") if every else ()
+        key = layout.schedule, layout.layers, layout.cp_method, layout.recompute, layout.host_activations, sharded
         if key not in self._flows:
             self._flows[key] = self._make_flow()
         return self._flows[key]
@@ -172,15 +176,19 @@ class Timer:
             head = self.layers.head()
             forward, backward, weights = forward + head[0], backward + head[1], weights + head[2]
         shown = self.states.gathers(stage.layers, forward, backward + weights + again)
+        forward += tp_forward + shown[0]
+        backward += again + tp + ep + cp - tp_forward + shown[1]
+        host = exposed(self.scenario, stage, forward, backward + weights)
         return Passes(
-            forward=forward + tp_forward + shown[0],
-            backward=backward + again + tp + ep + cp - tp_forward + shown[1],
+            forward=forward + host[0],
+            backward=backward + host[1],
             weights=weights,
             again=again,
             tp=tp,
             ep=ep,
             cp=cp,
             gathered=shown[0] + shown[1],
+            host=sum(host),
         )
 
     def transfer(self) -> float:
@@ -217,6 +225,7 @@ def flow_of(scenario: Scenario, found: Sequence[Passes], transfer: float) -> Flo
         ep=sum(one.ep for one in own),
         cp=sum(one.cp for one in own),
         gathered=sum(one.gathered for one in own),
+        host=sum(one.host for one in own),
     )
 
 
@@ -251,7 +260,7 @@ def parts_of(
     other = software.step_s + steady * jitter_of(scenario, software)
     # Ranks that share cores have those of the ones that wait: together they can be faster than the slowest alone.
     micro_steps = flow.micro_steps * min(1.0, length / (flow.micro_steps * flow.work))
-    spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again
+    spent = flow.tp + flow.ep + flow.cp + flow.gathered + flow.again + flow.host
     return Parts(
         compute=micro_steps * (flow.work - spent),
         recompute=micro_steps * flow.again,
@@ -261,7 +270,7 @@ def parts_of(
         dp=micro_steps * flow.gathered + reduction,
         bubble=length - micro_steps * flow.work,
         optimizer=optimizer,
-        offload=offload,
+        offload=offload + micro_steps * flow.host,
         other=other,
     )
 

@@ -5,6 +5,8 @@ No torch here, so that a mistake is reported at once and before any work is lost
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.config import DataSection, RunConfig
+from meshwright.config import DataSection, ObserveSection, RunConfig
 from meshwright.data.batch_schedule import BatchSchedule
 from meshwright.data.prepare import prepare
 from meshwright.data.progress import shown_progress
@@ -23,6 +25,7 @@ from meshwright.errors import ConfigError, DataError, UserError, nearest
 from meshwright.models.hf_config import read_spec
 from meshwright.models.presets import preset
 from meshwright.models.spec import Experts, ModelSpec
+from meshwright.secrets import read_token
 from meshwright.strategy import Strategy
 from meshwright.training.run_folder import RunFolder
 
@@ -49,12 +52,11 @@ def make_job(config: RunConfig, world: int) -> Job:
             f"data.sequence_length={config.data.sequence_length} is more than the model's "
             f"{spec.max_position_embeddings} positions; lower it or set model.spec.max_position_embeddings"
         )
-    if config.observe.wandb and find_spec("wandb") is None:
-        raise ConfigError("observe.wandb needs the wandb package; pip install 'meshwright[wandb]'")
+    _check_exporters(config.observe)
     batches = batch_schedule(config)
     for size in batches.sizes():
         strategy.micro_steps(size, config.train.micro_batch)
-    folder = RunFolder(config.run.dir)
+    folder = RunFolder(config.run.dir, config.secrets())
     folder.check(config)
     prepare_sources(config)
     corpora = open_corpora(config.data)
@@ -72,6 +74,24 @@ def make_job(config: RunConfig, world: int) -> Job:
         vocab_size=spec.vocab_size,
     )
     return Job(strategy, spec, batches, sampler, tokenizer, folder)
+
+
+def _check_exporters(observe: ObserveSection) -> None:
+    """Raise where a package of an exporter is missing, or the token that it asks others for."""
+    if observe.wandb and find_spec("wandb") is None:
+        raise ConfigError("observe.wandb needs the wandb package; pip install 'meshwright[wandb]'")
+    if observe.mlflow and not re.match("https?://", os.environ.get("MLFLOW_TRACKING_URI", "")):
+        raise ConfigError(
+            "observe.mlflow sends to a tracking server: set MLFLOW_TRACKING_URI to its address, such as "
+            "http://127.0.0.1:5000, where `mlflow server` listens"
+        )
+    if observe.prometheus is not None:
+        if find_spec("prometheus_client") is None:
+            raise ConfigError(
+                "observe.prometheus needs the prometheus-client package; pip install 'meshwright[prometheus]'"
+            )
+        if observe.prometheus_token_file is not None:
+            read_token(observe.prometheus_token_file, "observe.prometheus_token_file")
 
 
 def model_spec(config: RunConfig) -> ModelSpec:

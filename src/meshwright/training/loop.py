@@ -121,10 +121,10 @@ class TrainingLoop:
 
     def _run_steps(self) -> None:
         """Step until the end, or until someone asks to stop or to go back."""
+        pulse = self.world.pulse
+        pulse.enter("data")
         with self._batches() as batches:
             started = time.perf_counter()
-            pulse = self.world.pulse
-            pulse.enter("data")
             for step, batch in batches:
                 pulse.step = step + 1
                 metrics = self.train_step(step, batch)

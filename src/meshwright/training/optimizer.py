@@ -31,7 +31,7 @@ def make_optimizer(model: Parallel, train: TrainSection) -> torch.optim.Optimize
 
 def _on_gpu(model: Parallel) -> bool:
     """Whether the update happens on a GPU, in float32: where our own kernel moves fewer bytes than torch's."""
-    on_host = model.strategy.offload != "none"
+    on_host = model.strategy.host_states != "none"
     return not on_host and all(p.is_cuda and p.dtype == torch.float32 for p in model.parameters())
 
 

@@ -201,10 +201,11 @@ def _check(config: RunConfig, spec: ModelSpec, world: int) -> None:
 
 def _settings(config: RunConfig, machines: Cluster) -> dict[str, Any]:
     """What a plan is made for: the largest batch, in the precision of the run."""
-    precision = "float32" if config.train.precision == "float64" else config.train.precision
-    if precision == "fp8" and any(precision not in group.chip.tflops for group in machines.kinds):
-        # Such chips do the same by way of wider products.
-        precision = "bf16"
+    precision: str = "float32" if config.train.precision == "float64" else config.train.precision
+    # Where it runs all the same, such chips do it by way of wider products.
+    wider = {"fp8": "bf16", "tf32": "float32"}
+    if any(precision not in group.chip.tflops for group in machines.kinds):
+        precision = wider.get(precision, precision)
     return {
         "sequence_length": config.data.sequence_length,
         "global_batch": max(batch_schedule(config).sizes()),

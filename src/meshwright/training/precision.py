@@ -11,6 +11,7 @@ from meshwright.parallel.precision import Float8, Precision
 
 COMPUTE = {
     "float32": torch.float32,
+    "tf32": torch.float32,
     "float64": torch.float64,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -50,3 +51,14 @@ def check_device(precision: Precision, device: torch.device) -> None:
         raise ConfigError(
             f"train.precision=fp8: {torch.cuda.get_device_name(device)} has no products of e4m3fn; use bf16"
         )
+
+
+def uses_tf32(config: RunConfig, device: torch.device) -> bool:
+    """Whether products of float32 are in TF32: where it is asked for, on a GPU; a ConfigError for one without it."""
+    if config.train.precision != "tf32" or device.type != "cuda":
+        return False
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        raise ConfigError(
+            f"train.precision=tf32: {torch.cuda.get_device_name(device)} has no products in TF32; use float32"
+        )
+    return True

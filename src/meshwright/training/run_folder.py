@@ -20,13 +20,16 @@ from meshwright.config_load import format_config
 from meshwright.errors import CheckpointError
 from meshwright.files import write_atomically
 from meshwright.lock import Fence, Lock, LockedError, read_holder, take_lock
+from meshwright.secrets import Secrets
 
 
 class RunFolder:
     """Where a run's files lie."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, secrets: Secrets | None = None) -> None:
+        """`secrets` is what no event may hold; where there is no configuration, that of the environment."""
         self.path = Path(path)
+        self.secrets = Secrets.known() if secrets is None else secrets
         self.lock = self.path / ".lock"
         self.fence: Fence | None = None
         """What the lock must say for this process to write here; None asks nothing."""
@@ -128,7 +131,7 @@ class RunFolder:
     def event(self, kind: str, **facts: Any) -> None:
         """Append a line to events.jsonl; one that cannot be written is told, once, and ends no training."""
         line = {"time": round(time.time(), 3), "event": kind, **facts}
-        data = json.dumps(line).encode() + b"\n"
+        data = json.dumps(self.secrets.redact_tree(line)).encode() + b"\n"
         try:
             with self.events.open("a+b") as file:
                 # A crash or a full disk may have cut the line before short, in this process or in another.

@@ -27,8 +27,9 @@ from meshwright.training.guard import Guard, Verdict
 from meshwright.training.injected import factor_of_loss, flip_bit, spoil_gradient, use_too_much
 from meshwright.training.loss_scale import LossScale
 from meshwright.training.optimizer import make_optimizer
-from meshwright.training.precision import check_device, precision_of
+from meshwright.training.precision import check_device, precision_of, uses_tf32
 from meshwright.training.schedule import learning_rate
+from meshwright.training.tf32 import tf32_products
 from meshwright.training.update import OnItsWay, unfit, update, update_if_fit, updates_on_device
 
 
@@ -52,6 +53,7 @@ class TrainingStep:
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
         precision = precision_of(config)
         check_device(precision, world.device)
+        self._tf32 = uses_tf32(config, world.device)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
         self.guard = Guard(config.elastic)
         self.losses = torch.zeros(0)
@@ -88,7 +90,7 @@ class TrainingStep:
         """Give the split model its memory and first values."""
         config, device = self.config, self.world.device
         # FSDP keeps shards where they were made; buffers are needed where the model computes.
-        materialise(self.model, torch.device("cpu") if self.strategy.offload == "parameters" else device)
+        materialise(self.model, torch.device("cpu") if self.strategy.host_states == "parameters" else device)
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
@@ -106,7 +108,8 @@ class TrainingStep:
         """
         pulse = self.world.pulse
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
-        valid = self._forward_backward(batch, scale)
+        with tf32_products(self._tf32):
+            valid = self._forward_backward(batch, scale)
         spoil_gradient(self.parallel.parameters(), pulse.enter("reduce"))
         norm = self.parallel.grad_norm(scale=scale)
         rate = learning_rate(self.config.train, step)
@@ -118,16 +121,17 @@ class TrainingStep:
         # Filled in, not copied from here: a copy would wait for all that the device has to do.
         asked = torch.full((), float(asked_to_stop), dtype=losses.dtype, device=losses.device)
         own = torch.stack((losses.sum(), asked, norm.to(losses.device)))
-        agreed = self.sum(own)
+        agreed = self.sum(torch.cat((own, self._by_replica(own[0]))))
         numbers = OnItsWay(torch.cat((agreed, norm.to(losses)[None])))
         clip = self.config.train.grad_clip
         at_once = updates_on_device(self.optimizer, self.world.device)
         if at_once:
             fault = pulse.enter("optimizer")
             update_if_fit(self.optimizer, unfit(agreed[0], agreed[2], self.guard.limits()), norm, clip, scale)
-        mean_loss, requests, norms, self.own_norm = numbers.read()
+        mean_loss, requests, norms, *by_replica, self.own_norm = numbers.read()
         tokens = int(valid)
         metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": self.own_norm, "lr": rate, "tokens": tokens}
+        metrics["loss_max"] = self._highest(by_replica, mean_loss)
         # A smaller scale answers gradients that overflow; a loss that does has nothing to do with it.
         overflows = math.isfinite(mean_loss) and not self.loss_scale.accept(norms) and not exhausted
         verdict = Verdict(learn=False) if overflows else self.guard.judge(mean_loss, norms)
@@ -141,6 +145,20 @@ class TrainingStep:
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
         return self._complete(metrics, verdict, scale) | {"stop": requests}
+
+    def _by_replica(self, loss: Tensor) -> Tensor:
+        """This rank's share of the loss in the place of its data replica, so that a sum tells those of all."""
+        if self.strategy.dp == 1:
+            return loss.new_empty(0)
+        places = loss.new_zeros(self.strategy.dp)
+        places[self.data_rank] = loss
+        return places
+
+    def _highest(self, by_replica: Sequence[float], mean: float) -> float:
+        """The largest mean loss of a data replica, each of which has its part of the whole batch's loss."""
+        shares, all_shares = self.strategy.data_shares, self.strategy.all_shares
+        means = [part * all_shares / share for part, share in zip(by_replica, shares, strict=bool(by_replica))]
+        return max(means, default=mean) if all(map(math.isfinite, means)) else math.nan
 
     def _forward_backward(self, batch: dict[str, Tensor], scale: float) -> Tensor:
         """The passes of a step; gives how many targets of the whole batch count."""
@@ -206,7 +224,8 @@ class TrainingStep:
         (documents,) = self._documents(inputs[None])
         weighed = Targets(targets, torch.ones((), device=self.world.device))
         batch = {"tokens_BT": inputs, "documents_BT": documents, "targets": weighed}
-        found = self.parallel.forward([batch], lambda loss, _: loss)
+        with tf32_products(self._tf32):
+            found = self.parallel.forward([batch], lambda loss, _: loss)
         if not found:
             return torch.zeros(2, dtype=torch.float64, device=self.world.device)
         return torch.stack((found[0].double(), (targets != IGNORED).sum().double()))

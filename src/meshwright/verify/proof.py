@@ -27,7 +27,11 @@ from meshwright.verify.trial import Record, Refusal, Trial, run_trial, survey
 
 WORST = 5
 """How many parameters are told of."""
-_COMPARED = {"float64": "losses, gradient norms and weights", "float32": "losses and gradient norms"}
+_COMPARED = {
+    "float64": "losses, gradient norms and weights",
+    "float32": "losses and gradient norms",
+    "tf32": "losses and gradient norms",
+}
 """What is compared; in other precisions losses alone."""
 _LAST_LINES = 12
 

@@ -26,7 +26,7 @@ from meshwright.config import RunConfig
 from meshwright.models.initialize import materialise
 from meshwright.models.parts import local_of
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import axes_of
 from meshwright.parallel.ring_attention import RING_ATTENTION, ring_forward
 from meshwright.parallel.world import World
 from meshwright.pulse import Pulse
@@ -121,6 +121,8 @@ class _Step(TrainingStep):
         materialise(self.model, self.world.device)
         if self._averaged:
             self.parallel.without_ddp()
+        if self.parallel.host_activations is not None:
+            self.parallel.host_activations.rehearse()
         self._follow.parameters = list(self.parallel.parameters())
 
 
@@ -201,7 +203,7 @@ class _Follow(TorchDispatchMode):
     def _hold(self, given: list[Tensor], result: Any) -> None:
         """Count what is new; storages that are there already may have been made larger or empty (FSDP does)."""
         for tensor in [*given, *_tensors(result)]:
-            if type(tensor) is not FakeTensor:
+            if type(tensor) is not FakeTensor or tensor.device.type == "meta":
                 continue
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -227,22 +229,6 @@ class _Follow(TorchDispatchMode):
 def _tensors(values: Any) -> list[Tensor]:
     """The tensors among values; of DTensors this rank's part, since what they do with it is not seen."""
     return [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def axes_of(mesh: Mesh | None) -> dict[str, str]:
-    """Names of the groups that this rank is in, by their ranks; of several names the most telling one."""
-    if mesh is None:
-        return {}
-    meshes = {"world": None, "loss": mesh.loss, "state": mesh.state, "data": mesh.data}
-    if mesh.experts is not None:
-        meshes |= {"copies of experts": mesh.experts.copies, "ep": mesh.experts["ep"]}
-    meshes |= {axis: mesh[axis] for axis in ("replicate", "shard", "pp", "cp", "tp")}
-    found = {}
-    for name, one in meshes.items():
-        ranks = dist.get_process_group_ranks(None if one is None else one.get_group())
-        if len(ranks) > 1:
-            found[" ".join(map(str, ranks))] = name
-    return found
 
 
 def _sums_of_ddp(step: _Step, follow: _Follow) -> None:

@@ -53,7 +53,7 @@ export class Summary {
   }
 
   drawFigures(run) {
-    const { latest, lost } = run;
+    const { latest, goodput } = run;
     const [time, , peak] = run.comparison.figures;
     const figure = (label, value, below) => element("div", { class: "figure" },
       element("div", { class: "label" }, label),
@@ -68,7 +68,7 @@ export class Summary {
       speed && figure(speed[0], speed[1], speed[0] === "MFU" && latest.tflops_per_device !== null ? `${number(latest.tflops_per_device, 3)} TFLOP/s per device` : ""),
       figure("a step takes", seconds(run.step_s), expected(time, seconds)),
       figure("peak memory", bytes(most || null), expected(peak, bytes)),
-      lost && figure("time lost", seconds(lost.lost_s), `${percent(lost.wall_s ? lost.lost_s / lost.wall_s : 0)} of ${seconds(lost.wall_s)}${lost.restarts_s > 0 ? `, restarts ${seconds(lost.restarts_s)}` : ""}`),
+      goodput && figure("goodput", percent(goodput.share), `of ${seconds(goodput.wall_s)}; ${goodput.rest.slice(0, 2).map((one) => `${one.name} ${percent(one.share)}`).join(", ")}`),
     ];
     this.figures.replaceChildren(...made.filter(Boolean));
   }

@@ -1,0 +1,297 @@
+"""Where the wall time of a run went: the share that made progress, and what took the rest. Without torch.
+
+Progress is the time of steps that the run still has, but for what they waited. Steps that were lost to a failure or
+undone by a rollback were in vain, whichever of their two turns one blames: `replayed` is that time, once. The parts of
+an account add up to its wall time. A run that a person stopped and took up later was away meanwhile, which counts as
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from meshwright.observe.curves import number
+from meshwright.observe.rank_files import parts_of
+
+PARTS = (
+    "progress",
+    "startup",
+    "restart",
+    "replayed",
+    "checkpoint",
+    "evaluation",
+    "bubble",
+    "data",
+    "communication",
+    "between",
+    "ending",
+    "unknown",
+)
+"""What wall time goes to. communication is what computing waited for; between is what else happens between two steps;
+ending is from the last step of a start to its end."""
+
+WORDS = {
+    "startup": "start",
+    "restart": "restarts",
+    "replayed": "steps done again",
+    "checkpoint": "checkpoints",
+    "bubble": "pipeline bubble",
+    "data": "waiting for data",
+    "communication": "exposed communication",
+    "between": "between steps",
+    "unknown": "not known",
+}
+"""How people call them, where that differs."""
+
+GOES_ON = ("machines come or go", "another strategy is expected to be faster")
+"""Reasons of a stop after which the run is started again by itself."""
+
+Line = Mapping[str, Any]
+
+_BESIDE = ("evaluate", "checkpoint", "hooks")
+"""Parts of a rank's line that come after the update, and are no part of `step_s`."""
+_AFTER_THE_STEP = ("evaluate", "stage", "write", "commit", "retention", "hooks", "end")
+"""Phases of a step whose update is made."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The account of a run. Seconds."""
+
+    wall_s: float
+    parts: dict[str, float]
+    """By what it went to, all of PARTS; they add up to the wall time."""
+    away_s: float = 0.0
+    """How long the run was stopped by a person or a scheduler, beside the wall time."""
+    restarts: int = 0
+    lost_steps: int = 0
+    """Steps that were done in vain."""
+
+    @property
+    def share(self) -> float:
+        """The share of the wall time that made progress."""
+        return self.parts["progress"] / self.wall_s if self.wall_s > 0 else 0.0
+
+    def losses(self) -> list[tuple[str, float]]:
+        """What else it went to, as shares of the wall time, the largest first."""
+        rest = [(name, seconds / self.wall_s) for name, seconds in self.parts.items() if name != "progress" and seconds]
+        return sorted(rest, key=lambda loss: -loss[1])
+
+
+@dataclass
+class _Account:
+    """What the walk through a run has added up."""
+
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    cursor: float = 0.0
+    """Up to when time is accounted for."""
+    away_s: float = 0.0
+    restarts: int = 0
+    lost_steps: int = 0
+    stalls_s: float = 0.0
+    """What saves are known to have held up."""
+
+    def take(self, until: float, wanted: Iterable[tuple[str, float]], rest: str) -> None:
+        """Deal out the time from the cursor until then: to each what it wants while there is any, then to the rest."""
+        left = max(0.0, until - self.cursor)
+        for part, seconds in wanted:
+            given = min(left, max(0.0, seconds))
+            self.parts[part] += given
+            left -= given
+        self.parts[rest] += left
+        self.cursor = max(self.cursor, until)
+
+    def name_part(self, part: str, seconds: float) -> None:
+        """Say of some of the time that no step claims what it went to."""
+        for source in ("unknown", "ending"):
+            given = min(self.parts[source], seconds - self.parts[part])
+            self.parts[source] -= given
+            self.parts[part] += given
+
+
+def goodput(
+    events: Sequence[Line],
+    metrics: Sequence[Line],
+    ranks: Mapping[int, Sequence[Line]] | None = None,
+    began: float | None = None,
+    now: float | None = None,
+) -> Goodput:
+    """The account of a run from its events, its metrics and the lines of its ranks, as far as there are any.
+
+    `began` is when its first process began, where that is known; `now` is given for a run that still goes on.
+    """
+    lines = {rank: _step_lines(those) for rank, those in (ranks or {}).items()}
+    told = _timed(events)
+    entries = sorted([*_steps(told, metrics), *told], key=lambda entry: entry[0])
+    if not entries:
+        return Goodput(0.0, dict.fromkeys(PARTS, 0.0))
+    first = entries[0][0]
+    account = _Account(cursor=min(first, began) if began is not None else first)
+    begin = account.cursor
+    _walk(account, entries, lines, now)
+    account.name_part("checkpoint", _stalls(account, lines))
+    account.name_part("between", _hooks(lines))
+    _split_progress(account.parts, metrics, lines)
+    wall = account.cursor - begin - account.away_s
+    return Goodput(wall, account.parts, account.away_s, account.restarts, account.lost_steps)
+
+
+class _RankStep(NamedTuple):
+    """What a rank has recorded of a step."""
+
+    step: int
+    time: float
+    seconds: float
+    parts: dict[str, float]
+    profiled: bool
+
+
+def _step_lines(lines: Iterable[Line]) -> list[_RankStep]:
+    return [
+        _RankStep(
+            int(_fact(line, "step")),
+            _fact(line, "time"),
+            _fact(line, "seconds"),
+            {name: max(0.0, seconds) for name, seconds in parts_of(dict(line)).items()},
+            line.get("profiled") is True,
+        )
+        for line in lines
+        if line.get("kind") == "step" and _fact(line, "seconds") > 0
+    ]
+
+
+def _fact(line: Line, name: str) -> float:
+    """A number of a line, which is never less than nothing; 0 where it is none, or beyond all reason."""
+    found = number(line.get(name))
+    return found if found is not None and 0 <= found < 1e12 else 0.0
+
+
+_Entry = tuple[float, str, Line]
+"""When, what, and the facts."""
+
+
+def _timed(events: Sequence[Line]) -> list[_Entry]:
+    return [(_fact(event, "time"), str(event.get("event")), event) for event in events if _fact(event, "time")]
+
+
+def _steps(events: Sequence[_Entry], metrics: Sequence[Line]) -> list[_Entry]:
+    """Steps with the time at which they ended; where they do not tell it, one after the other since the start."""
+    starts = [(int(_fact(facts, "step")), when) for when, kind, facts in events if kind in ("started", "resumed")]
+    found: list[_Entry] = []
+    time = starts[0][1] if starts else 0.0
+    for line in metrics:
+        if not _fact(line, "step") or not _fact(line, "step_s"):
+            continue
+        begun = [when for step, when in starts if step == line["step"] - 1]
+        time = max([time, *begun]) + _fact(line, "step_s") + _fact(line, "eval_s")
+        time = _fact(line, "time") or time
+        found.append((time, "step", line))
+    return found
+
+
+def _walk(
+    account: _Account, entries: Sequence[_Entry], ranks: Mapping[int, Sequence[_RankStep]], now: float | None
+) -> None:
+    """Go through a run and deal out its time, but for what is inside of steps."""
+    # What time goes to that no step claims: a start, a failure, or nothing that is known.
+    claim, running, ended = "startup", False, False
+    done_before: int | None = None
+    for time, kind, facts in entries:
+        if kind == "step":
+            wanted = [("progress", _fact(facts, "step_s")), ("evaluation", _fact(facts, "eval_s"))]
+            account.take(time, wanted, claim)
+            claim, running, ended = "unknown", True, False
+        elif kind in ("started", "resumed"):
+            if ended:
+                account.away_s += max(0.0, time - account.cursor)
+                account.cursor = max(account.cursor, time)
+                claim = "startup"
+            elif running or claim == "restart":
+                # Where nobody has told of a failure, the launcher itself was gone.
+                account.restarts += 1
+                steps, seconds = _lost(int(_fact(facts, "step")), (account.cursor, time), done_before, entries, ranks)
+                account.lost_steps += steps
+                account.take(time, [("replayed", seconds)], "restart")
+                claim = "restart"
+            running, ended, done_before = True, False, None
+        elif kind == "failed":
+            step = int(_fact(facts, "step"))
+            done_before = step if facts.get("phase") in _AFTER_THE_STEP else step - 1
+            claim, ended = "restart", False
+        elif kind == "rollback":
+            account.lost_steps += max(0, int(_fact(facts, "step") - _fact(facts, "to")))
+            account.take(time - _fact(facts, "seconds"), [], "replayed")
+            account.take(time, [], "restart")
+            claim = "restart"
+        elif kind in ("stopped", "finished"):
+            account.take(time, [], "ending" if claim == "unknown" else claim)
+            again = str(facts.get("reason")) in GOES_ON
+            claim, ended = "restart" if again else "unknown", not again
+        elif kind == "checkpoint":
+            account.stalls_s += _fact(facts, "stalled_s")
+    if not ended:
+        account.take(max(entries[-1][0], now or 0.0), [], claim)
+
+
+def _lost(
+    resumed: int,
+    window: tuple[float, float],
+    done_before: int | None,
+    entries: Sequence[_Entry],
+    ranks: Mapping[int, Sequence[_RankStep]],
+) -> tuple[int, float]:
+    """How many steps after the one resumed from were done in a window of time, and how long that took."""
+    told = [
+        [line.seconds for line in lines if line.step > resumed and _within(line, window)] for lines in ranks.values()
+    ]
+    if any(told):
+        return max(map(len, told)), fmean(map(sum, told))
+    steps = max(0, (done_before or 0) - resumed)
+    typical = [_fact(facts, "step_s") for _, kind, facts in entries if kind == "step"]
+    return steps, steps * median(typical) if typical else 0.0
+
+
+def _within(line: _RankStep, window: tuple[float, float]) -> bool:
+    """Whether a step ended in a window; clocks of files may be a moment apart."""
+    return window[0] + 0.5 * line.seconds < line.time < window[1]
+
+
+def _stalls(account: _Account, ranks: Mapping[int, Sequence[_RankStep]]) -> float:
+    """Seconds in which saves held up the steps: as ranks have measured it, else as the saves say themselves."""
+    measured = [sum(line.parts.get("checkpoint", 0.0) for line in lines) for lines in ranks.values()]
+    return max([account.stalls_s, *measured])
+
+
+def _hooks(ranks: Mapping[int, Sequence[_RankStep]]) -> float:
+    """Seconds of what happens between steps, as the ranks have measured it: their mean."""
+    return fmean([sum(line.parts.get("hooks", 0.0) for line in lines) for lines in ranks.values()] or [0.0])
+
+
+def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Mapping[int, Sequence[_RankStep]]) -> None:
+    """Take out of the time of steps what they waited: the mean over ranks, of unprofiled steps as of profiled ones."""
+    lines = [line for of_rank in ranks.values() for line in of_rank if line.parts]
+    profiled = [line for line in lines if line.profiled]
+    progress = parts["progress"]
+    shares = {
+        "data": _share("data", lines),
+        "communication": _share("communication", profiled),
+        "bubble": _share("bubble", profiled),
+    }
+    if not profiled:
+        idle = [min(1.0, _fact(line, "pipeline_idle")) for line in metrics if "pipeline_idle" in line]
+        passes = _share("forward", lines) + _share("backward", lines) if lines else 1.0
+        shares["bubble"] = passes * fmean(idle) if idle else 0.0
+    scale = min(1.0, 1 / max(sum(shares.values()), 1e-9))
+    for name, share in shares.items():
+        parts[name] += progress * share * scale
+        parts["progress"] -= progress * share * scale
+    parts["progress"] = max(0.0, parts["progress"])
+
+
+def _share(part: str, lines: Sequence[_RankStep]) -> float:
+    """The share of a part in the time of steps, without what comes after the update."""
+    total = sum(line.seconds - sum(line.parts.get(name, 0.0) for name in _BESIDE) for line in lines)
+    return min(1.0, sum(line.parts.get(part, 0.0) for line in lines) / total) if total > 0 else 0.0

@@ -1,0 +1,149 @@
+"""Which steps are profiled, and what is made of one: a breakdown, a table of collectives, a timeline."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.observe.breakdown import Breakdown, Step, break_down
+from meshwright.observe.collective_rows import rows
+from meshwright.observe.host_phases import Phases
+from meshwright.observe.issued import Group
+from meshwright.observe.step_profile import StepProfile
+from meshwright.observe.step_spans import Span, spans_of
+from meshwright.parallel.mesh import Mesh, axes_of
+from meshwright.profile_steps import wanted
+from meshwright.torch_private import group_members
+from meshwright.training.loop import TrainingLoop
+
+FIRST = 5
+"""The first step of a start that is profiled: those before it choose kernels and reserve memory."""
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """What a profile has shown of a step."""
+
+    breakdown: Breakdown
+    collectives: bytes
+    """A line with the table of them."""
+    spans: bytes
+    """A line with the timeline."""
+
+
+class Profiling:
+    """Profiles one step in so many; what goes wrong with it is told once, and no step is profiled from then on."""
+
+    def __init__(self, trainer: TrainingLoop, phases: Phases) -> None:
+        self.every = trainer.config.observe.profile_every
+        self._on_demand = trainer.config.observe.profile_steps
+        self._first = trainer.step + FIRST
+        self._phases, self._pulse = phases, trainer.world.pulse
+        self._on_gpu = trainer.world.device.type == "cuda"
+        self._running: StepProfile | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the step in hand is profiled."""
+        return self._running is not None
+
+    def is_due(self, step: int) -> bool:
+        """Whether this step is to be profiled."""
+        in_turn = self.every > 0 and step >= self._first and (step - self._first) % self.every == 0
+        # Profiles on demand begin at the end of the step before their own.
+        return in_turn and not (wanted(self._on_demand, step) or wanted(self._on_demand, step + 1))
+
+    def begin(self, trainer: TrainingLoop) -> None:
+        """The step that begins here is profiled."""
+        try:
+            profile = StepProfile(trainer.world.device, *_groups(trainer))
+            self._phases.begin_timeline()
+            self._pulse.waits = []
+            profile.start()
+        except Exception as error:
+            self._give_up(error)
+        else:
+            self._running = profile
+
+    def end(self, trainer: TrainingLoop) -> Profiled | None:
+        """What the profile of the step that ends here shows; None where there is none."""
+        profile, self._running = self._running, None
+        if profile is None:
+            return None
+        try:
+            phases = self._phases.end_timeline()
+            until = time.monotonic()
+            waits, self._pulse.waits = self._pulse.waits or [], None
+            seen = profile.stop()
+            if seen.problem:
+                _tell(f"collectives are recorded without their groups: {seen.problem}")
+            communication = [(one.begin, one.end) for one in seen.collectives]
+            # NCCL's kernels wait for the other side themselves, while the host goes on.
+            received = [(one.begin, one.end) for one in seen.collectives if one.is_transfer and "pp" in one.group]
+            waited = [*waits, *received] if self._on_gpu else waits
+            step = Step(seen.begin, until, phases, seen.compute, communication, waited, host=not self._on_gpu)
+            last = trainer.one_step.parallel.last_step
+            passes = last.times()[0] if last is not None else []
+            spans = spans_of(phases, until, passes, seen.collectives)
+            # Written out here, where it counts as what a profile costs.
+            table = encode({"kind": "collectives", "step": trainer.step, "rows": rows(seen.collectives)})
+            return Profiled(break_down(step), table, _timeline(trainer.step, seen.begin, spans))
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def drop(self) -> None:
+        """End what is running and look at nothing: the step came to nothing."""
+        profile, self._running = self._running, None
+        self._pulse.waits = None
+        if profile is not None:
+            try:
+                self._phases.end_timeline()
+                profile.drop()
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._pulse.waits = None
+        if self.every:
+            self.every = 0
+            _tell(f"steps are profiled no more: {error!r}; the run goes on")
+
+
+def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
+    """The process groups of this rank by torch's names of them, and the one in which messages go from rank to rank."""
+    mesh, strategy = trainer.one_step.mesh, trainer.job.strategy
+    axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
+    transfers = Group(" or ".join(axes), 2) if axes else None
+    if mesh is None:
+        return {}, transfers
+    labels = labels_of(mesh)
+    found = {}
+    for name, ranks in group_members().items():
+        found[name] = Group(labels.get(" ".join(map(str, ranks)), "other"), len(ranks))
+    return found, transfers
+
+
+def _timeline(step: int, begin: float, spans: list[Span]) -> bytes:
+    rounded = [(name, kind, round(start, 7), round(end, 7)) for name, kind, start, end in spans]
+    unix = round(time.time() - time.monotonic(), 6)
+    return encode({"step": step, "begin": round(begin, 7), "unix": unix, "spans": rounded})
+
+
+def encode(line: dict[str, Any]) -> bytes:
+    """A line of JSON."""
+    return json.dumps(line, separators=(",", ":")).encode()
+
+
+def labels_of(mesh: Mesh) -> dict[str, str]:
+    """What groups are called, by their ranks: the axis of the strategy that they make up."""
+    labels = axes_of(mesh)
+    data = " ".join(map(str, mesh.data.mesh.flatten().tolist()))
+    return labels | ({data: "dp"} if data in labels else {})
+
+
+def _tell(text: str) -> None:
+    print(f"meshwright: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,74 @@
+"""What a rank holds in memory: of what kind, and how much in all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.models.parts import local_of
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class RankMemory:
+    """Memory of this process, read from a file that stays open: a step should not wait for more than a number."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # The process of who opens it: one that was forked later must open it again.
+        self._statm: int | None = None
+        with suppress(OSError):
+            self._statm = os.open("/proc/self/statm", os.O_RDONLY)
+
+    def now(self) -> dict[str, int]:
+        """Bytes of this process in host memory; on a GPU also what tensors use, what torch keeps, the most so far."""
+        found = {"rss": self._resident()}
+        if self._device.type == "cuda":
+            # One call: each of torch's single numbers would make them all.
+            stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+            allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+            found |= {"allocated": allocated["current"], "reserved": reserved["current"], "peak": allocated["peak"]}
+        return found
+
+    def _resident(self) -> int:
+        if self._statm is not None:
+            return int(os.pread(self._statm, 100, 0).split()[1]) * _PAGE
+        # Elsewhere the most so far, which macOS counts in bytes.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        if self._statm is not None:
+            os.close(self._statm)
+            self._statm = None
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that this rank holds."""
+    return _storages(model.parameters())
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients that this rank holds now."""
+    return _storages(one.grad for one in model.parameters() if one.grad is not None)
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's state on this rank."""
+    states = optimizer.state.values()
+    return _storages(value for state in states for value in state.values() if isinstance(value, Tensor) and value.ndim)
+
+
+def _storages(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind tensors, each once."""
+    held = {}
+    for tensor in tensors:
+        storage = local_of(tensor).untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())

@@ -1,0 +1,17 @@
+"""Which steps are profiled on demand: observe.profile_steps, such as 10:12. Without torch."""
+
+from __future__ import annotations
+
+
+def parse_steps(text: str) -> range:
+    """Steps from FIRST:LAST, both included, or of one STEP."""
+    first, colon, last = text.partition(":")
+    last = last if colon else first
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ValueError(f"'{text}' is not FIRST:LAST, such as 10:12 for steps 10, 11 and 12")
+    return range(int(first), int(last) + 1)
+
+
+def wanted(setting: str | None, step: int) -> bool:
+    """Whether a step is profiled on demand: whoever else would profile it gives way, since one can at a time."""
+    return setting is not None and step in parse_steps(setting)
