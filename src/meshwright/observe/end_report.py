@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from meshwright.observe.report import summary
 from meshwright.observe.web.report import write_report
-from meshwright.training.hooks import Hook
+from meshwright.training.hooks import RETUNED, Hook
 from meshwright.training.loop import TrainingLoop
 
 
@@ -15,7 +15,7 @@ class EndReport(Hook):
     """Writes the report on the first rank. First of the hooks, so that all others have had their say at the end."""
 
     def at_end(self, trainer: TrainingLoop) -> None:
-        if not trainer.world.is_first or not trainer.worked:
+        if not trainer.world.is_first or not trainer.worked or trainer.stop_reason == RETUNED:
             return
         try:
             trainer.job.folder.check_generation()

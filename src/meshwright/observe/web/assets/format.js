@@ -44,10 +44,14 @@ export function signedPercent(value) {
   return `${value < 0 ? "−" : "+"}${Math.abs(value * 100).toFixed(Math.abs(value) < 0.1 ? 1 : 0)}\u00a0%`;
 }
 
+// The time of day; of another day than today, the day with it.
 export function clock(unix) {
   if (!unix) return "";
   const date = new Date(unix * 1000);
-  return [date.getHours(), date.getMinutes(), date.getSeconds()].map((part) => String(part).padStart(2, "0")).join(":");
+  const two = (part) => String(part).padStart(2, "0");
+  const time = `${two(date.getHours())}:${two(date.getMinutes())}`;
+  if (date.toDateString() === new Date().toDateString()) return `${time}:${two(date.getSeconds())}`;
+  return `${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}`;
 }
 
 export function byUnit(value, unit) {

@@ -116,6 +116,7 @@ export class Mesh {
       has((rank) => rank.state === "alive") && key("alive", "alive"),
       has((rank) => rank.state === "ended") && key("", "ended"),
       has((rank) => rank.state === "lost") && key("lost", "lost"),
+      has((rank) => rank.state === "waiting") && key("waiting", "waits for the others"),
       has((rank) => rank.straggler) && key("slow", "slower than the others"),
       has((rank) => held(rank)) && key("memory", "memory held"),
     ].filter(Boolean));

@@ -44,7 +44,7 @@ export class Collectives {
     this.body.replaceChildren(tableOf({
       columns: ["group", "operation", "message", "count", "data", "time", "algorithm GB/s", "bus GB/s"],
       words: [1, 2],
-      optional: [2, 6],
+      optional: [2, 3, 6],
       rows: rows.map((row) => [row.group, row.operation, row.size, row.count, bytes(row.bytes), seconds(row.seconds), speed(row.algorithm_gb_s), speed(row.bus_gb_s)]),
     }));
   }
