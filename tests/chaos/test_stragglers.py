@@ -85,7 +85,7 @@ def test_timeline_of_a_run_is_a_trace_of_both_ranks(sharded: Training, tmp_path:
     # A rank that sleeps before its backward pass keeps the other one waiting in a collective.
     waits = [span["dur"] / 1e6 for span in shown if span["pid"] == 1 and span["cat"] == "collective"]
     steps = {span["args"]["step"] for span in shown}
-    assert sum(wait > 0.7 * SLEEP for wait in waits) >= len(steps)
+    assert sum(wait > 0.5 * SLEEP for wait in waits) > len(steps) / 2
     assert read_spans(sharded.folder, range(1000, 1001))[0].spans == []
 
 

@@ -74,7 +74,7 @@ def test_run_that_has_only_begun_is_shown(tmp_path: Path) -> None:
 
 def test_damaged_files_are_shown_as_far_as_they_can_be_read(tmp_path: Path) -> None:
     draws = random.Random(0)
-    for number in range(60):
+    for number in range(40):
         folder = make_run(tmp_path / str(number), world=2, steps=12)
         paths = [path for path in folder.rglob("*") if path.is_file()]
         for _ in range(3):
