@@ -138,9 +138,9 @@ class _Layer:
         size, key = _storage(tensor).nbytes(), _key(tensor)
         if size < self.host.smallest(tensor.device) or size % tensor.itemsize:
             return tensor
-        if key in self._shared or self._is_parameter(key):
-            return tensor
         if key not in self._pieces:
+            if key in self._shared or self._is_parameter(key):
+                return tensor
             flat = tensor.as_strided((size // tensor.itemsize,), (1,), 0)
             self._pieces[key] = _Piece(self, flat)
         return View(self._pieces[key], tensor)
