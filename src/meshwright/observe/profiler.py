@@ -69,7 +69,8 @@ class Profiler(Hook):
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
             if self._on_gpu:
                 record_memory(True)
-            self._profile = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=True)
+            # Without Python's stacks: with them, PyTorch 2.13 gives some events names that are no text.
+            self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
             self._profile.start()
         self._step = record_function(f"step {step}")
         self._step.__enter__()
@@ -102,8 +103,8 @@ class Profiler(Hook):
             folder.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(folder / f"{name}.trace.json.gz"))
             _write_json(folder / f"{name}.memory.json.gz", memory or {"events": memory_events(found)})
-        except OSError as error:
-            text = f"the profile of rank {rank} cannot be written to {folder}: {error.strerror or error}"
+        except (OSError, RuntimeError, UnicodeError) as error:
+            text = f"the profile of rank {rank} cannot be written to {folder}: {error}"
             print(f"meshwright: {text}", file=sys.stderr, flush=True)
             return
         if trainer.world.is_first:
