@@ -6,6 +6,16 @@ import ipaddress
 from dataclasses import dataclass
 
 
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 class Address:
     """A host and a port; port 0 lets the operating system choose one."""
@@ -25,12 +35,7 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach it."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

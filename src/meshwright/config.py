@@ -328,7 +328,7 @@ class ObserveSection(_Section):
     each machine; :0 takes any free port. Without a host it is 127.0.0.1; another one needs
     observe.prometheus_token_file."""
     prometheus_token_file: str | None = secret_file()
-    """A file with the bearer token that a scraper must show."""
+    """A file with the bearer token that a scraper must show; nobody else may read it (chmod 600)."""
     profile_steps: str | None = free(None, min_length=1)
     """Steps to profile on every rank, such as 10:12 for 10, 11 and 12; traces and memory go to DIR/profile."""
     sample: str | None = free(None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ HIDDEN = "***"
 """What stands in the place of a secret."""
 SHORTEST = 8
 """Shorter values are no secret that can be told from ordinary words; in a URL they are found by their place."""
+LEAST_CHARACTERS = 16
+"""Of a token."""
 _SHORTEST_NAME = 16
 """A login's name is hidden from this length on: such names are keys of stores, shorter ones are people."""
 
@@ -177,12 +180,18 @@ def _guarded(stream: Any, secrets: Secrets) -> Any:
 
 
 def read_token(path: str, setting: str) -> str:
-    """The token that a file holds; a ConfigError that names the setting where there is none."""
+    """The token in a file that nobody else may read; a ConfigError that names the setting where it is none, or easily
+    guessed."""
     try:
-        token = Path(path).read_text().strip()
+        if stat.S_IMODE(os.stat(path).st_mode) & 0o077:
+            raise ConfigError(f"{setting}={path} can be read by others; chmod 600 {path}")
+        token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise ConfigError(f"{setting}={path} cannot be read: {reason}") from None
-    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"{setting}={path} must hold one token of at least {SHORTEST} letters, digits and signs")
+    if len(token) < LEAST_CHARACTERS or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(
+            f"{setting}={path} must hold one token of at least {LEAST_CHARACTERS} printable characters; make one with "
+            'python -c "import secrets; print(secrets.token_urlsafe())"'
+        )
     return token

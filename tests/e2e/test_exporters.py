@@ -139,6 +139,7 @@ def test_metrics_that_others_can_reach_need_a_token(
     assert missing.returncode == 2
     assert "observe.prometheus_token_file" in missing.stderr
     assert "cannot be read" in missing.stderr
+    token_file.touch(0o600)
     token_file.write_text("a-token-of-some-length\n")
     with training(tmp_path, *options) as process:
         url = served(tmp_path / "a", process).replace("0.0.0.0", "127.0.0.1")

@@ -54,6 +54,7 @@ def planted(bucket: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         "HOME": str(home),
     }.items():
         monkeypatch.setenv(name, value)
+    (home / "token").touch(0o600)
     (home / "token").write_text(f"{CANARY}-bearer\n")
     file = home / "run.toml"
     file.write_text(f'[checkpoint]\ndir = "{PLACE}"\nevery = 2\nbackground = false\n')

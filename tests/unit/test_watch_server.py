@@ -14,13 +14,15 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
+from meshwright.address import is_loopback
 from meshwright.cli.main import main
 from meshwright.errors import UserError
 from meshwright.observe.view import RunView
 from meshwright.observe.web import hub
-from meshwright.observe.web.access import Access, is_loopback, read_token
+from meshwright.observe.web.access import Access
 from meshwright.observe.web.assets import SCRIPTS, STYLE
 from meshwright.observe.web.server import PageServer
+from meshwright.secrets import read_token
 from meshwright.strategy import Strategy
 from tests.run_folders import append_steps, write_run
 
@@ -241,16 +243,16 @@ def test_nothing_is_logged(start: Start, capfd: pytest.CaptureFixture[str]) -> N
 def test_a_token_file_must_be_private_and_long(tmp_path: Path) -> None:
     path = tmp_path / "token"
     with pytest.raises(UserError, match="cannot be read"):
-        read_token(path)
+        read_token(str(path), "--token-file")
     path.write_text(TOKEN + "\n")
     path.chmod(0o644)
     with pytest.raises(UserError, match="chmod 600"):
-        read_token(path)
+        read_token(str(path), "--token-file")
     path.chmod(0o600)
-    assert read_token(path) == TOKEN
+    assert read_token(str(path), "--token-file") == TOKEN
     path.write_text("short")
     with pytest.raises(UserError, match="at least 16") as caught:
-        read_token(path)
+        read_token(str(path), "--token-file")
     assert "short" not in str(caught.value).replace(str(path), "")
 
 

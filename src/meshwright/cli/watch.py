@@ -56,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, folders: list[Path]) -> int:
     from meshwright.observe.view import RunView
-    from meshwright.observe.web.access import read_token
     from meshwright.observe.web.server import serve
+    from meshwright.secrets import read_token
 
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port {args.port} is not a port; use 0 to 65535")
-    token = read_token(args.token_file) if args.token_file is not None else None
+    token = read_token(str(args.token_file), "--token-file") if args.token_file is not None else None
     serve([RunView(folder) for folder in folders], args.host, args.port, token)
     return 0
 

@@ -6,43 +6,14 @@ import hmac
 import ipaddress
 import secrets
 import socket
-import stat
 import threading
 from collections import OrderedDict
 from http.cookies import CookieError, SimpleCookie
-from pathlib import Path
 
-from meshwright.errors import UserError
+from meshwright.address import is_loopback
 
 COOKIE = "meshwright"
-LEAST_CHARACTERS = 16
 MOST_SESSIONS = 64
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def read_token(path: Path) -> str:
-    """The token in a file that nobody else may read; refuses one that is easily guessed."""
-    try:
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise UserError(f"--token-file {path} can be read by others; chmod 600 {path}")
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--token-file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if len(token) < LEAST_CHARACTERS or not token.isprintable() or not token.isascii():
-        raise UserError(
-            f"--token-file {path} must hold at least {LEAST_CHARACTERS} printable characters; make one with "
-            f'python -c "import secrets; print(secrets.token_urlsafe())"'
-        )
-    return token
 
 
 class Access:

@@ -17,9 +17,10 @@ from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from meshwright.address import is_loopback
 from meshwright.errors import UserError
 from meshwright.observe.view import RunView
-from meshwright.observe.web.access import COOKIE, Access, is_loopback
+from meshwright.observe.web.access import COOKIE, Access
 from meshwright.observe.web.assets import ICON, LOGIN, PAGE, SCRIPTS, STYLE, asset, content_type
 from meshwright.observe.web.hub import Hub, TooManyClients
 
