@@ -34,7 +34,10 @@ def browser() -> Iterator[Browser]:
         chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield chromium
         chromium.close()
-    # Tests that follow fork.
+    # Tests that follow fork: the thread that has waited for the browser must be gone.
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            thread.join(10)
     assert threading.active_count() == 1
 
 
