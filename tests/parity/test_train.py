@@ -51,6 +51,8 @@ def run(tiny_run: list[str], tmp_path: Path) -> Run:
 
     def start(name: str, ranks: int, *overrides: str) -> Path:
         settings = [*tiny_run, "train.precision=float64", "observe.tensorboard=false", "train.eval_every=3"]
+        # One rank is this process, in which a profiler would leave a thread behind.
+        settings.append("observe.profile_every=0")
         folder = tmp_path / name
         train(load_config(None, [*settings, *overrides, f"run.dir={folder}"]), ranks)
         return folder
