@@ -52,6 +52,10 @@ SETTLE_S = 1.0
 """How long the others may take once the cause is known: one that waits for a lost rank ends in less."""
 
 
+LEAVING_S = 0.2
+"""How long threads may take to be gone that Python no longer knows of."""
+
+
 class Ending(NamedTuple):
     """How a rank ended that was not cut off by an error."""
 
@@ -70,7 +74,11 @@ def may_fork(device: str) -> bool:
     """Whether forked ranks would work: threads and a CUDA in use do not survive a fork, nor does macOS take it well."""
     if sys.platform != "linux" or (device != "cpu" and torch.cuda.device_count() > 0):
         return False
-    return len(os.listdir("/proc/self/task")) == 1
+    # A thread that has ended, and was waited for, is there for a moment more.
+    deadline = time.monotonic() + LEAVING_S
+    while (threads := len(os.listdir("/proc/self/task"))) > threading.active_count() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return threads == 1
 
 
 class Ranks:
