@@ -64,9 +64,9 @@ def step_traffic(spec: ModelSpec, strategy: Strategy, work: Work, tp_rank: int =
     if strategy.dp > 1:
         _data(traffic, spec, strategy, work, tp_rank)
     # How many tokens are valid; before the update the loss, the norm, whether somebody was asked to stop, and the loss
-    # of each data replica.
+    # of each data replica but the last.
     traffic.add(ALL_REDUCE, "world", 8)
-    traffic.add(ALL_REDUCE, "world", 24 + (8 * strategy.dp if strategy.dp > 1 else 0))
+    traffic.add(ALL_REDUCE, "world", 24 + 8 * (strategy.dp - 1))
     for axes in _norm_axes(spec, strategy):
         for axis in axes:
             traffic.add(ALL_REDUCE, axis, 8)

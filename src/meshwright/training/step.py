@@ -147,18 +147,19 @@ class TrainingStep:
         return self._complete(metrics, verdict, scale) | {"stop": requests}
 
     def _by_replica(self, loss: Tensor) -> Tensor:
-        """This rank's share of the loss in the place of its data replica, so that a sum tells those of all."""
-        if self.strategy.dp == 1:
-            return loss.new_empty(0)
-        places = loss.new_zeros(self.strategy.dp)
-        places[self.data_rank] = loss
+        """This rank's share of the loss in the place of its data replica, so that a sum tells those of all but the last:
+        that one has what is left of the whole."""
+        places = loss.new_zeros(self.strategy.dp - 1)
+        if self.data_rank < len(places):
+            places[self.data_rank] = loss
         return places
 
     def _highest(self, by_replica: Sequence[float], mean: float) -> float:
         """The largest mean loss of a data replica, each of which has its part of the whole batch's loss."""
         shares, all_shares = self.strategy.data_shares, self.strategy.all_shares
-        means = [part * all_shares / share for part, share in zip(by_replica, shares, strict=bool(by_replica))]
-        return max(means, default=mean) if all(map(math.isfinite, means)) else math.nan
+        parts = [*by_replica, mean - sum(by_replica)]
+        means = [part * all_shares / share for part, share in zip(parts, shares, strict=True)]
+        return max(means) if all(map(math.isfinite, means)) else math.nan
 
     def _forward_backward(self, batch: dict[str, Tensor], scale: float) -> Tensor:
         """The passes of a step; gives how many targets of the whole batch count."""
