@@ -70,7 +70,11 @@ def spec_of(changes: dict[str, Any]) -> ModelSpec:
 
 def kept_bytes(_: World, spec: ModelSpec, stored: torch.dtype, recompute: str) -> int:
     """Bytes that a layer's forward pass saves, without the parameters themselves and the angles."""
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
+    # Of tests before this one.
+    counters.clear()
     model = Decoder(spec).to(stored)
     block: nn.Module = model.model.layers["0"]
     compile.apply([block], recompute, backend="aot_eager_decomp_partition")

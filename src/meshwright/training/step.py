@@ -147,8 +147,8 @@ class TrainingStep:
         return self._complete(metrics, verdict, scale) | {"stop": requests}
 
     def _by_replica(self, loss: Tensor) -> Tensor:
-        """This rank's share of the loss in the place of its data replica, so that a sum tells those of all but the last:
-        that one has what is left of the whole."""
+        """This rank's share of the loss in the place of its data replica, so that a sum tells those of all but the
+        last: that one has what is left of the whole."""
         places = loss.new_zeros(self.strategy.dp - 1)
         if self.data_rank < len(places):
             places[self.data_rank] = loss
