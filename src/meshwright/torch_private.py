@@ -1,13 +1,9 @@
-"""Private names of PyTorch that are used here, all of them in one place and checked when they are imported.
-
-But for those that bring the compiler along, which takes a second: they are imported where they are used.
-"""
+"""Private names of PyTorch that are used here, all of them in one place and checked when they are imported."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,15 +22,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.tensor import Placement, Shard, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # Importing it makes the backend "fake" known.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 __all__ = [
     "FakeStore",
@@ -48,7 +42,6 @@ __all__ = [
     "backward_to_input",
     "backward_to_weights",
     "beside",
-    "constant",
     "flash_attention",
     "flatten",
     "flight_records",
@@ -75,8 +68,6 @@ __all__ = [
 
 def forget_meshes() -> None:
     """Drop what torch remembers of operations on split tensors: with it come meshes of process groups that are gone."""
-    from torch.distributed.tensor import debug
-
     debug._clear_sharding_prop_cache()
 
 
@@ -102,16 +93,10 @@ def prepare_compiler(budget: float, lean: bool) -> None:
 
 def graph_breaks() -> dict[str, int]:
     """Where compiled code fell apart: the reason, and how often."""
+    # Takes a second to import.
     from torch._dynamo.utils import counters
 
     return {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
-
-
-def constant(function: Callable[P, R]) -> Callable[P, R]:
-    """Have the compiler take what a function gives for a constant: torch.compiler.assume_constant_result, which would
-    import all of it."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def without_modes() -> Any:
@@ -236,8 +221,6 @@ def backward_to_input(
     output: Tensor, gradient: Tensor | None, hidden: Tensor, parameters: list[nn.Parameter]
 ) -> list[dict[str, Any]]:
     """The part of a backward pass that leads to the input, whose gradient is set; gives what is left for the others."""
-    from torch.distributed.pipelining._backward import stage_backward_input
-
     gradients = None if gradient is None else [gradient]
     _, groups = stage_backward_input([output], gradients, [hidden], iter(parameters))
     return groups
@@ -245,8 +228,6 @@ def backward_to_input(
 
 def backward_to_weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
     """The rest of such a backward pass: gradients are added to those of the parameters."""
-    from torch.distributed.pipelining._backward import stage_backward_weight
-
     stage_backward_weight(iter(parameters), groups)
 
 

@@ -11,14 +11,7 @@ from torch.nn.attention import SDPBackend
 
 from meshwright.config import RunConfig
 from meshwright.models import attention_kernels
-from meshwright.models.attention_kernels import (
-    attend_with,
-    attend_with_kernel,
-    capability_of,
-    kernels_for,
-    math_reason,
-    repeat_heads,
-)
+from meshwright.models.attention_kernels import attend_with, attend_with_kernel, kernels_for, math_reason, repeat_heads
 from meshwright.models.presets import preset
 from meshwright.strategy import Strategy
 from meshwright.training.slow_attention import slow_attention
@@ -188,9 +181,3 @@ def test_a_run_says_which_attention_is_slow(monkeypatch: pytest.MonkeyPatch) -> 
     assert "multiple of 4" in (slow_attention(wide, odd, plain, GPU) or "")
     assert "bf16" in (slow_attention(wide, spec, ring, GPU) or "")
     assert slow_attention(wide, odd, ring, torch.device("cpu")) is None
-
-
-def test_what_the_compiler_takes_for_a_constant_is_marked_as_it_would_mark_it() -> None:
-    def marked() -> None: ...
-
-    assert vars(capability_of) == vars(torch.compiler.assume_constant_result(marked))

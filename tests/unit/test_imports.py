@@ -93,10 +93,3 @@ def test_unsupported_torch_is_refused_with_what_to_install(version: str, monkeyp
 def test_supported_torch_is_accepted(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_support.metadata, "version", lambda _: version)
     torch_support.require_torch()
-
-
-def test_a_training_does_not_import_a_compiler_that_it_may_not_need() -> None:
-    """Half a second of every start."""
-    check = "import sys, meshwright.trainer; print(*({'torch._dynamo', 'torch._inductor'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout.strip() == ""

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from meshwright.torch_private import constant
-
 PLAIN = "in plain products, slow and with all scores in memory"
 HALVES = (torch.bfloat16, torch.float16)
 Capability = tuple[int, int]
@@ -109,7 +107,7 @@ def takes_blocks(device: torch.device, dtype: torch.dtype, head_size: int) -> bo
 
 
 # Asked for while a layer is traced: to the compiler it is a constant.
-@constant
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def capability_of(device: torch.device) -> Capability:
     """The compute capability of a GPU."""
     return torch.cuda.get_device_capability(device)
