@@ -19,8 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from meshwright.data.prepare import prepare
+
+# The thread that watches transformers' bars would keep later tests from forking ranks.
+tqdm.monitor_interval = 0
 
 # What one test's training shows must not change what another one plans.
 _cache = tempfile.TemporaryDirectory(prefix="meshwright-tests-")

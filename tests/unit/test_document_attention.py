@@ -168,7 +168,7 @@ class Following(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "mode", [Following, lambda: recompute._Keep(recompute._Results())], ids=["any", "selective recompute"]
+    "mode", [Following, lambda: recompute._Keep(recompute._Results(None))], ids=["any", "selective recompute"]
 )
 def test_outside_of_compiled_layers_it_is_compiled_alone(
     mode: type[Following], by_blocks: None, monkeypatch: pytest.MonkeyPatch
