@@ -55,7 +55,7 @@ def planted(bucket: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     }.items():
         monkeypatch.setenv(name, value)
     (home / "token").touch(0o600)
-    (home / "token").write_text(f"{CANARY}-bearer\n")
+    (home / "token").write_text(f"{CANARY}-bearer-token\n")
     file = home / "run.toml"
     file.write_text(f'[checkpoint]\ndir = "{PLACE}"\nevery = 2\nbackground = false\n')
     return [
@@ -93,7 +93,7 @@ def test_no_secret_is_in_what_a_run_leaves_or_serves_and_it_goes_on(
     # Now the login is on the command line, which services would like to know.
     with training(tmp_path, *options, f"checkpoint.dir={PLACE}") as process:
         url = served(tmp_path / "a", process)
-        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {CANARY}-bearer"})
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {CANARY}-bearer-token"})
 
         def scraped() -> str:
             with urllib.request.urlopen(request, timeout=10) as answer:
