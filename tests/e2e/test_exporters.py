@@ -213,7 +213,7 @@ with open(sys.argv[1], "w") as file:
 
 def test_services_that_stop_answering_slow_no_step_and_are_left_behind(tiny_run: list[str], tmp_path: Path) -> None:
     settings = [setting for setting in tiny_run if not setting.startswith("train.steps")]
-    settings += ["train.steps=150", "observe.tensorboard=false", "checkpoint.every=0"]
+    settings += ["train.steps=500", "observe.tensorboard=false", "checkpoint.every=0"]
 
     def start(name: str, *more: str, **variables: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", TIMED_RUN, f"{name}.json", *settings, f"run.dir={name}", *more]
