@@ -131,10 +131,19 @@ def test_time_between_failure_and_restart_is_lost_time(tmp_path: Path) -> None:
         {"time": 1028.0, "event": "restarted", "restart_s": 7.5, "steps_lost": 2},
         {"time": 1040.0, "event": "finished", "step": 10},
     )
+    append(
+        folder / "metrics.jsonl",
+        {"step": 9, "time": 1029.0, "step_s": 1.0, "loss": 1.0},
+        {"step": 10, "time": 1030.0, "step_s": 1.0, "loss": 1.0},
+    )
     found = RunView(folder).refresh().goodput
     assert found.restarts == 1
     assert sum(found.parts.values()) == pytest.approx(found.wall_s)
-    assert found.parts["restart"] >= 7
+    assert (found.wall_s, found.lost_steps) == (40.0, 2)
+    assert found.parts["replayed"] == pytest.approx(1.0, rel=0.2)
+    # From the last step of the first start to the beginning of the first one of the second, but for what was in vain.
+    assert found.parts["restart"] + found.parts["replayed"] == pytest.approx(22, abs=0.1)
+    assert found.parts["ending"] == pytest.approx(10)
 
 
 @pytest.mark.parametrize("missing", ["metrics.jsonl", "events.jsonl", "plan.json", "config.toml", "ranks", ".lock"])

@@ -10,10 +10,11 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from meshwright.address import Address
+from meshwright.observe.bounded_server import BoundedServer
 
 CONNECTIONS = 8
 """Scrapers that are answered at a time; more are sent away."""
@@ -21,40 +22,15 @@ ANSWER_S = 5.0
 """How long one may wait between two reads; twice that for all of it."""
 
 
-class MetricsServer(ThreadingHTTPServer):
+class MetricsServer(BoundedServer):
     """Answers few scrapers at a time, each within a limit."""
 
-    daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: Address, token: str | None, answer: Callable[[str], tuple[bytes, str]]) -> None:
         """`answer` gives the text, and its kind, for a scraper that accepts some kinds."""
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.token, self.answer = token, answer
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-        super().__init__((address.host, address.port), _Handler)
-
-    def server_bind(self) -> None:
-        # HTTPServer's own asks the network for the name of this machine, which may take long.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that went away, or was too slow, is its own trouble."""
+        super().__init__((address.host, address.port), _Handler, CONNECTIONS)
 
     def start(self) -> None:
         """Answer from now on, on threads of its own."""

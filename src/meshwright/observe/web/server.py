@@ -8,17 +8,16 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from meshwright.address import is_loopback
 from meshwright.errors import UserError
+from meshwright.observe.bounded_server import BoundedServer
 from meshwright.observe.view import RunView
 from meshwright.observe.web.access import COOKIE, Access
 from meshwright.observe.web.assets import ICON, LOGIN, PAGE, SCRIPTS, STYLE, asset, content_type
@@ -46,10 +45,8 @@ HEADERS = {
 }
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(BoundedServer):
     """Serves the page of some runs until closed."""
-
-    daemon_threads = True
 
     def __init__(
         self, runs: Sequence[RunView], host: str = "127.0.0.1", port: int = 0, token: str | None = None
@@ -59,11 +56,9 @@ class PageServer(ThreadingHTTPServer):
                 f"--host {host} can be reached by other machines and needs a --token-file; "
                 "or leave --host out and come through ssh -L"
             )
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.access = Access(host, token)
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         try:
-            super().__init__((host, port), Handler)
+            super().__init__((host, port), Handler, MOST_CONNECTIONS)
         except OSError as error:
             raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from None
         self.hub = Hub(runs)
@@ -74,30 +69,6 @@ class PageServer(ThreadingHTTPServer):
         """Where the page is."""
         host, port = str(self.server_address[0]), self.server_address[1]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-
-    def server_bind(self) -> None:
-        # As the standard library does, without asking a name service what this machine is called.
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._free.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle is nothing to tell."""
 
     def close(self) -> None:
         """End the streams and give the port back."""
