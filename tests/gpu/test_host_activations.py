@@ -13,7 +13,6 @@ from meshwright.models.initialize import build
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.model import Parallel
 from meshwright.parallel.parallelize import parallelize
-from meshwright.parallel.precision import Precision
 
 GPU = torch.device("cuda")
 LENGTH, SAMPLES = 1024, 4
@@ -38,9 +37,8 @@ class Found:
 
 
 def train(words: str, compiled: bool, steps: int = 3) -> Found:
-    model = parallelize(
-        build(SPEC, seed=1).to(GPU), words, precision=Precision(param=torch.bfloat16), compiled=compiled
-    )
+    # In float32: in bf16, kernels that add up in any order tip roundings, and hide what else differs.
+    model = parallelize(build(SPEC, seed=1).to(GPU), words, compiled=compiled)
     losses, peak = [], 0
     for step in range(steps):
         # Gradients keep their memory, so that what is measured is that of activations.
@@ -66,13 +64,12 @@ def test_equal_losses_and_gradients_with_less_memory(recompute: str, compiled: b
     assert offloaded.losses == pytest.approx(plain.losses, rel=1e-6)
     for name, gradient in plain.gradients.items():
         other = offloaded.gradients[name]
-        # Kernels that add up in any order may differ in the last bits.
-        assert float((gradient - other).norm()) <= 1e-3 * float(gradient.norm()), name
+        assert float((gradient - other).norm()) <= 1e-5 * float(gradient.norm()), name
     host = offloaded.model.host_activations
     assert host is not None
     assert host.memory.in_use == 0
     # Every layer but the last has its input there, at least.
-    row = SAMPLES * LENGTH * SPEC.hidden_size * 2
+    row = SAMPLES * LENGTH * SPEC.hidden_size * 4
     assert host.memory.most >= (SPEC.num_hidden_layers - 1) * row
     moved = host.memory.most / 1.125
     two_layers = 2 * moved / (SPEC.num_hidden_layers - 1)

@@ -26,10 +26,14 @@ def test_products_are_in_tf32_inside_and_in_float32_again_after_it() -> None:
     assert error_of_a_product() == before
 
 
+def numbers_of(precision: str) -> list[float]:
+    trace = run_case(World(device=torch.device("cuda")), case_of("dense", "dp=1", precision))
+    return [*trace.losses, *trace.norms]
+
+
 def test_losses_in_tf32_are_those_of_float32_but_for_its_rounding() -> None:
-    world = World(device=torch.device("cuda"))
-    wide = run_case(world, case_of("dense", "dp=1", "float32"))
-    narrow = run_case(world, case_of("dense", "dp=1", "tf32"))
-    assert narrow.losses != wide.losses
-    for ours, theirs in zip(narrow.losses + narrow.norms, wide.losses + wide.norms, strict=True):
-        assert abs(ours - theirs) <= 5e-3 * theirs
+    exact, narrow, coarse = map(numbers_of, ("float32", "tf32", "bf16"))
+    offs = [[abs(ours / theirs - 1) for ours, theirs in zip(found, exact, strict=True)] for found in (narrow, coarse)]
+    assert 0 < offs[0][0] < 1e-3
+    # Updates carry it on; of bf16, which reads three bits less, more.
+    assert max(offs[0]) < 0.5 * max(offs[1])

@@ -18,7 +18,7 @@ from meshwright.training.slow_attention import slow_attention
 
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-V100, A100, L4, H100, B200, RTX_5090 = (7, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
+V100, A100, L4, H100, B200, RTX_5090 = 70, 80, 89, 90, 100, 120
 BF16, FP16, FLOAT32, FLOAT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 GPU = torch.device("cuda", 0)
 
@@ -123,18 +123,27 @@ def enabled() -> list[bool]:
     ]
 
 
-def test_a_gpus_capability_is_a_constant_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_choice_of_kernels_is_a_constant_to_the_compiler(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(device: torch.device) -> tuple[int, int]:
         # What a compiler cannot take in.
         torch._dynamo.graph_break()
-        return H100
+        return 9, 0
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
 
-    def scaled(x: Tensor) -> Tensor:
-        return x * attention_kernels.capability_of(x.device)[0]
+    def choose(q_BHTD: Tensor) -> tuple[Tensor, list[SDPBackend]]:
+        capability = attention_kernels.capability_of(q_BHTD.device)
+        blocks = attention_kernels.takes_blocks(torch.device("cuda"), q_BHTD.dtype, q_BHTD.shape[-1])
+        kernels = kernels_for(capability, q_BHTD.dtype, q_BHTD.shape[-1], masked=False, training=True)
+        return q_BHTD + (2 if blocks else 1), kernels
 
-    assert torch.compile(scaled, backend="aot_eager", fullgraph=True)(torch.ones(1)) == 9
+    torch._dynamo.reset()
+    compiled = torch.compile(choose, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for size, kernels in ((64, [CUDNN, FLASH]), (256, [FLASH]), (264, [EFFICIENT])):
+        result, found = compiled(torch.zeros(1, 2, 4, size, dtype=torch.bfloat16))
+        assert found == kernels
+        assert result.unique().item() == (2 if size <= 256 else 1)
 
 
 @pytest.mark.parametrize(

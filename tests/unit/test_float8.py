@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.models import float8
-from meshwright.models.float8 import E4M3, E5M2, Recipe, cast, float8_linear
+from meshwright.models.float8 import E4M3, E5M2, Recipe, cast, float8_linear, turn
 from meshwright.parallel.torch_releases import RELEASE
 
 RECIPES = [Recipe(scaling, gradient, 16) for scaling in ("rowwise", "tensorwise") for gradient in (True, False)]
@@ -219,3 +219,25 @@ def test_a_backward_pass_in_two_parts_computes_each_product_once(
     assert counted == 5
     assert torch.equal(of_x, x.grad)
     assert torch.equal(of_weight, weight.grad)
+
+
+def test_what_is_turned_around_has_the_values_that_it_had() -> None:
+    x = draw(64, 96)
+    values, scale = cast(x, E4M3, by_row=True)
+    turned, one = turn((values, scale))
+    assert turned.is_contiguous()
+    assert one == scale.max()
+    before, after = values.float() * scale, (turned.float() * one).t()
+    # Numbers down to 1/64 of the scale keep their bits; smaller ones lose some, none more than the smallest step.
+    large = before.abs() >= one / 64
+    assert torch.equal(before[large], after[large])
+    assert 0 < (before - after).abs().max() <= one * 2**-10
+    assert torch.equal(turn((values, scale[:1, 0]))[0], values.t())
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_weight_gradient_tells_of_numbers_that_are_none(bad: float) -> None:
+    x, weight, gradient = draw(32, 64), draw(48, 64, seed=1), draw(32, 48, seed=2)
+    gradient[5, 7] = bad
+    of_weight = gradients_of(partial(float8_linear, bias=None, recipe=ROWWISE), x, weight, gradient=gradient)[2]
+    assert not of_weight.isfinite().all()

@@ -13,6 +13,7 @@ import xxhash
 from torch import Tensor
 
 _GOLDEN = 0x9E3779B97F4A7C15
+_ITS_INVERSE = pow(_GOLDEN, -1, 1 << 64)
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -63,4 +64,6 @@ def keep_mask(token_keys_BT: Tensor, site: int, channels: int, dropout: float) -
     keys = random_bits(token_keys_BT, torch.full((), site, dtype=torch.int64, device=token_keys_BT.device))
     channel = torch.arange(channels, device=token_keys_BT.device)
     threshold = _signed(int(dropout * 2.0**64) - (1 << 63)) if dropout else -(1 << 63)
-    return _mix(keys[..., None] + channel * _signed(_GOLDEN)) >= threshold
+    # keys + channel * golden. A compiler would multiply the channels in 32 bits, where the factor does not fit.
+    start = keys * _signed(_ITS_INVERSE)
+    return _mix((start[..., None] + channel) * _signed(_GOLDEN)) >= threshold

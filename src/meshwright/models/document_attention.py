@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
@@ -28,6 +29,8 @@ from meshwright.models.attention_kernels import takes_blocks
 from meshwright.torch_private import without_modes
 
 BLOCK = 128
+FORMS = 64
+"""Shapes, dtypes and rules for which a process compiles the kernel alone; one more is an error."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ def attend_by_blocks(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, blocks: Blo
 @cache
 def _alone() -> Callable[..., Any]:
     # In one piece, or an error: what it runs as otherwise holds all scores.
-    return torch.compile(flex_attention, fullgraph=True)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    return torch._dynamo.config.patch(recompile_limit=FORMS)(compiled)
 
 
 def _tensor(result: Any) -> Tensor:

@@ -7,7 +7,8 @@
 - tensorwise: one scale for a tensor. Gradients are e5m2, for the range between a batch's largest and smallest tokens
   must fit under one scale; x and weights are e4m3, which rounds half as coarsely.
 - rowwise: a scale for every row of the left factor and column of the right one, so an outlier spoils its own row only,
-  and e4m3 serves for gradients too. A tensor in two products is cast twice: they run along different dimensions.
+  and e4m3 serves for gradients too. The weight gradient runs along the tokens, so there each factor has one scale, the
+  largest of its rows': what was cast by rows is turned around in 8 bits, and x and the output's gradient are cast once.
 
 Scales are powers of two. Then a value rounds alike whatever its scale was taken from (short of values that are
 thousands of times smaller than the largest), so products by rows, by columns and on parts of a matrix, as ranks that
@@ -91,6 +92,38 @@ def cast(x: Tensor, dtype: torch.dtype, by_row: bool) -> Scaled:
     return (x.float() * factor).to(dtype), factor.reciprocal()
 
 
+def turn(x: Scaled) -> Scaled:
+    """The transpose of a matrix in 8 bits, under one scale: the largest of its rows'."""
+    values, scale = x
+    if scale.numel() == 1:
+        return transposed(values, None), scale
+    one = scale.amax()
+    # Powers of two: nothing is rounded but what is thousands of times smaller than the largest.
+    return transposed(values, scale / one), one
+
+
+def transposed(values: Tensor, factors: Tensor | None) -> Tensor:
+    """The columns of a matrix, each in one piece; its rows times factors before."""
+    if values.is_cuda:
+        return _transposed(values, factors)
+    if factors is not None:
+        values = (values.float() * factors).to(values.dtype)
+    return values.t().contiguous()
+
+
+# An operation by itself, since compilers write such a copy byte by byte.
+@torch.library.custom_op("meshwright::float8_transposed", mutates_args=())
+def _transposed(values: Tensor, factors: Tensor | None) -> Tensor:
+    from meshwright.models.float8_kernel import transposed
+
+    return transposed(values, factors)
+
+
+@_transposed.register_fake
+def _(values: Tensor, factors: Tensor | None) -> Tensor:
+    return values.new_empty(values.shape[1], values.shape[0])
+
+
 def scaled_mm(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
     """The product of a (M, K) and the transpose of b (N, K), both with their rows in one piece."""
     return multiply_on(a[0].device.type)(a, b, dtype, fast)
@@ -128,23 +161,21 @@ class _Product(torch.autograd.Function):
         of_x = of_weight = None
         if wanted[0]:
             scaled = cast(gradient, recipe.gradients, recipe.by_row)
-            of_x = scaled_mm(scaled, _columns(weight.to(x.dtype), E4M3, recipe), x.dtype, fast=False)
+            of_x = scaled_mm(scaled, _columns(weight.to(x.dtype), recipe), x.dtype, fast=False)
         if wanted[1]:
             # Its sums run over the tokens, which must come in multiples then.
             if recipe.weight_gradient and len(x) % MULTIPLE == 0:
-                scaled = _columns(gradient, recipe.gradients, recipe)
-                of_weight = scaled_mm(scaled, _columns(x, E4M3, recipe), x.dtype, fast=False).to(weight.dtype)
+                # Written so that a compiler sees what is cast for two products as one cast.
+                scaled = turn(cast(gradient, recipe.gradients, recipe.by_row))
+                of_weight = scaled_mm(scaled, turn(cast(x, E4M3, recipe.by_row)), weight.dtype, fast=False)
             else:
                 of_weight = wide_product(gradient.t(), x, weight.dtype)
         return of_x, of_weight, None
 
 
-def _columns(x: Tensor, dtype: torch.dtype, recipe: Recipe) -> Scaled:
-    """The columns of a matrix in 8 bits, each in one piece."""
+def _columns(weight: Tensor, recipe: Recipe) -> Scaled:
+    """The columns of a weight in 8 bits, each in one piece."""
     if recipe.by_row:
-        values, scale = cast(x.t(), dtype, by_row=True)
-    else:
-        # Written so that a compiler sees what is cast for two products as one cast.
-        values, scale = cast(x, dtype, by_row=False)
-        values = values.t()
-    return values.contiguous(), scale
+        values, scale = cast(weight.t(), E4M3, by_row=True)
+        return values.contiguous(), scale
+    return turn(cast(weight, E4M3, by_row=False))

@@ -27,6 +27,6 @@ def _slow_ring(device: torch.device, dtype: torch.dtype, head_size: int, masked:
         return None
     if masked:
         return f"{PLAIN}: a ring of cp ranks has no kernel for documents and windows; cp_method=ulysses has"
-    if dtype not in HALVES or head_size % 8 or head_size > 256 or capability_of(device) < (8, 0):
+    if dtype not in HALVES or head_size % 8 or head_size > 256 or capability_of(device) < 80:
         return f"{PLAIN}: a ring of cp ranks has a kernel for bf16 and fp16, for heads of up to 256 in multiples of 8"
     return None

@@ -53,6 +53,11 @@ def _losses_and_gradient_(
     return cross_entropy.losses_and_gradient_(logits_NV, targets_N, factor, first, group, learns)
 
 
+def _transposed(values: Tensor, factors: Tensor | None) -> Tensor:
+    """A matrix in 8 bits turned around by one kernel."""
+    return values.new_empty(values.shape[1], values.shape[0])
+
+
 def _equal_shares(numbers: Tensor, count: int) -> Tensor:
     """How often each number comes, if all come alike: real, so that it can be read."""
     with without_modes():
@@ -66,6 +71,7 @@ def like_a_gpu() -> Iterator[None]:
     places = (
         (functional, "rms_norm", _rms_norm),
         (float8, "multiply_on", lambda device: float8.by_kernel),
+        (float8, "transposed", _transposed),
         (head, "losses_and_gradient_", _losses_and_gradient_),
         (mixture, "how_often", _equal_shares),
     )
