@@ -61,6 +61,7 @@ __all__ = [
     "replicate",
     "resolve_group",
     "shard_within",
+    "start_compiler_processes",
     "wanted_gradients",
     "without_modes",
 ]
@@ -89,6 +90,16 @@ def prepare_compiler(budget: float, lean: bool) -> None:
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # A layer's gradients come out of its backward pass together: buckets cannot take it apart.
     torch._dynamo.config.optimize_ddp = False
+
+
+def start_compiler_processes() -> None:
+    """Start the processes that compile kernels for a GPU: they import torch themselves, and are ready when asked then.
+
+    Where they are not, everything is compiled one by one."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+    AsyncCompile.use_process_pool()
 
 
 def graph_breaks() -> dict[str, int]:

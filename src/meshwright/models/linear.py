@@ -129,13 +129,26 @@ class _RoundedApart(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         x_NC = x.reshape(-1, x.shape[-1])
         y_grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        x_grad = y_grads[0] @ weights[0].to(x.dtype)
-        for y_grad, weight in zip(y_grads[1:], weights[1:], strict=True):
-            x_grad = torch.addmm(x_grad, y_grad, weight.to(x.dtype))
+        x_grad = sum_of_products(y_grads, [weight.to(x.dtype) for weight in weights])
         pairs = zip(y_grads, weights, strict=True)
         weight_grads = [wide_product(y_grad.mT, x_NC, weight.dtype) for y_grad, weight in pairs]
         bias_grads = [y_grad.sum(dim=0, dtype=weights[0].dtype) for y_grad in y_grads] if ctx.has_bias else []
         return x_grad.view_as(x), None, *weight_grads, *bias_grads
+
+
+# An operation by itself, since a compiler would copy each sum before it adds to it.
+@torch.library.custom_op("meshwright::sum_of_products", mutates_args=())
+def sum_of_products(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    """The sum of the products of each of several matrices with its partner."""
+    total = left[0] @ right[0]
+    for one, other in zip(left[1:], right[1:], strict=True):
+        torch.addmm(total, one, other, out=total)
+    return total
+
+
+@sum_of_products.register_fake
+def _(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    return left[0].new_empty(left[0].shape[0], right[0].shape[1])
 
 
 def _rounded(x: Tensor, weights: tuple[Tensor, ...], biases: tuple[Tensor, ...]) -> Tensor:

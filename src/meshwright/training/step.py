@@ -23,6 +23,7 @@ from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
+from meshwright.torch_private import start_compiler_processes
 from meshwright.training.guard import Guard, Verdict
 from meshwright.training.injected import factor_of_loss, flip_bit, spoil_gradient, use_too_much
 from meshwright.training.loss_scale import LossScale
@@ -51,6 +52,9 @@ class TrainingStep:
         self.world = world
         self.strategy = strategy
         self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
+        self.compiled = compiles(config.train.compile, strategy, world.device)
+        if self.compiled and world.device.type == "cuda":
+            start_compiler_processes()
         precision = precision_of(config)
         check_device(precision, world.device)
         self._tf32 = uses_tf32(config, world.device)
@@ -69,7 +73,6 @@ class TrainingStep:
         # The ranks that hold the same tokens, of those which have the loss.
         self._copies = strategy.tp
         reduction: Reduction = "mean" if averaged else "sum"
-        self.compiled = compiles(config.train.compile, strategy, world.device)
         self.parallel = parallelize(
             self.model,
             strategy,
