@@ -243,3 +243,25 @@ def test_whole_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     with Largest() as largest:
         whole_loss(head, x.float(), targets, 1.0).backward()
     assert largest.elements == tokens * ENTRIES, "what is counted sees whole logits where there are any"
+
+
+class Products(TorchDispatchMode):
+    """The shapes of factors of matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, inputs: Any = (), options: Any = None) -> Any:
+        if operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.shapes += [value.shape for value in inputs if isinstance(value, Tensor)]
+        return operation(*inputs, **(options or {}))
+
+
+def test_products_in_16_bits_have_vocabularies_in_eights() -> None:
+    head = make_head(dtype=torch.float32)
+    x, targets = inputs(dtype=torch.bfloat16)
+    with Products() as products:
+        head(x, Targets(targets, torch.ones(()))).backward()
+    lengths = {length for shape in products.shapes for length in shape}
+    assert lengths == {targets.numel(), WIDTH, 32}

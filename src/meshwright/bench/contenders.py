@@ -44,7 +44,7 @@ class Contender:
     @property
     def version(self) -> str:
         """Of the package behind it, as installed."""
-        if self.name == OURS:
+        if self.module == CONTENDERS[OURS].module:
             return __version__
         for name in self.distributions:
             with suppress(PackageNotFoundError):

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from meshwright.models.linear import HALVES
+
 PLAIN = "in plain products, slow and with all scores in memory"
-HALVES = (torch.bfloat16, torch.float16)
 Capability = int
 """NVIDIA's compute capability, times ten: 80 is an A100, 90 an H100. Layers ask for it while they are traced, and of
 tuples that are constants compilers have no comparison (torch 2.11)."""

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.models.linear import HALVES
+
 IGNORED = -100
 """A target with this value is not a valid token and does not count."""
 
@@ -24,9 +26,10 @@ def losses_and_gradient_(
 ) -> tuple[Tensor, Tensor | None]:
     """The cross-entropy of each target (0 where it is ignored), and the gradient of the sum of them times the factor.
 
-    The logits may be overwritten. They are the entries of the vocabulary from `first` on, where a group has split it.
+    The logits may be overwritten; in 16 bits the gradient takes their place. They are the entries of the vocabulary
+    from `first` on, where a group has split it.
     """
-    if group is None and logits_NV.is_cuda and logits_NV.dtype in (torch.bfloat16, torch.float16):
+    if group is None and logits_NV.is_cuda and logits_NV.dtype in HALVES:
         from meshwright.models.cross_entropy_kernel import losses_and_gradient_ as fused
 
         return fused(logits_NV, targets_N, factor, learns)
@@ -37,7 +40,7 @@ def losses_and_gradient_(
         return losses_N, None
     gradient_NV = subtract_targets_(probabilities_NV, place_N, here_N)
     gradient_NV.mul_((counts_N * factor).to(gradient_NV.dtype)[:, None])
-    return losses_N, gradient_NV.to(logits_NV.dtype)
+    return losses_N, logits_NV.copy_(gradient_NV) if logits_NV.dtype in HALVES else gradient_NV
 
 
 def softmax_losses(
@@ -45,7 +48,7 @@ def softmax_losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cross-entropies, probabilities, where among these entries the targets are, and whether they are among them."""
     entries = logits_NV.shape[1]
-    if logits_NV.dtype in (torch.bfloat16, torch.float16):
+    if logits_NV.dtype in HALVES:
         logits_NV = logits_NV.float()
     largest_N = logits_NV.amax(dim=1) if entries else logits_NV.new_full(targets_N.shape, float("-inf"))
     if group is not None:

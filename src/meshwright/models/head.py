@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.models.cross_entropy import losses_and_gradient_, scale_
-from meshwright.models.linear import Linear, add_wide_product
+from meshwright.models.linear import HALVES, Linear, add_wide_product
 from meshwright.models.logit_chunks import chunk_tokens
 from meshwright.models.reads import seen
 
@@ -42,6 +42,8 @@ class Vocabulary:
 
 
 WHOLE = Vocabulary()
+EIGHTS = 8
+"""A GPU's products of halves take rows in pieces of 16 bytes; of other lengths they are four times as slow."""
 
 
 class Head(Linear):
@@ -56,38 +58,53 @@ class Head(Linear):
         return loss
 
 
+def _with_spare_rows(weight: Tensor, spare: int, dtype: torch.dtype) -> Tensor:
+    """A weight or bias in the dtype of computing, with rows of zeros below."""
+    if not spare:
+        return weight.to(dtype)
+    more = weight.new_zeros(weight.shape[0] + spare, *weight.shape[1:], dtype=dtype)
+    more[: weight.shape[0]] = weight
+    return more
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_NC: Tensor, weight: Tensor, bias: Tensor | None, targets_N: Tensor, factor: Tensor, part: Vocabulary
     ) -> Tensor:
         learns, ctx.scaled = any(ctx.needs_input_grad), False
-        narrow = weight.to(x_NC.dtype)
-        narrow_bias = bias.to(x_NC.dtype) if bias is not None else None
+        entries = weight.shape[0]
+        spare = -entries % EIGHTS if x_NC.dtype in HALVES else 0
+        narrow = _with_spare_rows(weight, spare, x_NC.dtype)
+        narrow_bias = _with_spare_rows(bias, spare, x_NC.dtype) if bias is not None else None
         # In one run, whatever the order of the inputs: a kernel scales it.
         x_grad = torch.empty_like(x_NC, memory_format=torch.contiguous_format) if learns else None
         wide = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
         weight_grad: Tensor | None = None
         bias_grad = torch.zeros_like(bias, dtype=wide) if bias is not None else None
         losses = []
-        size = chunk_tokens(weight.shape[0], x_NC.element_size())
+        size = chunk_tokens(entries, x_NC.element_size())
         # Where there are no tokens, one chunk of none.
         for start in range(0, max(1, x_NC.shape[0]), size):
             chunk = slice(start, start + size)
             x, targets = x_NC[chunk], targets_N[chunk]
             logits = F.linear(x, narrow, narrow_bias)
-            found, gradient = losses_and_gradient_(logits, targets, factor, part.first, part.group, learns)
-            del logits
+            own = logits[:, :entries]
+            found, gradient = losses_and_gradient_(own, targets, factor, part.first, part.group, learns)
+            if spare and gradient is not None:
+                # It is where the logits were; those of spare rows are zero, and so is their gradient.
+                gradient = logits
+            del logits, own
             losses.append(found)
             if x_grad is not None and gradient is not None:
                 torch.mm(gradient, narrow, out=x_grad[chunk])
                 weight_grad = add_wide_product(weight_grad, gradient.mT, x, wide)
                 if bias_grad is not None:
-                    bias_grad += gradient.sum(dim=0, dtype=wide)
+                    bias_grad += gradient.sum(dim=0, dtype=wide)[:entries]
             # It may be where the logits were: gone before the next chunk's come.
             del gradient
         if learns and weight_grad is not None:
-            ctx.save_for_backward(x_grad, weight_grad.to(weight.dtype), bias_grad)
+            ctx.save_for_backward(x_grad, weight_grad[:entries].to(weight.dtype), bias_grad)
         return torch.cat(losses).sum(dtype=torch.float64).to(wide) * factor.to(wide)
 
     @staticmethod

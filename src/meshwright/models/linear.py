@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from meshwright.models.reads import seen
 
+HALVES = (torch.bfloat16, torch.float16)
+
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """From input, weight and bias to the output."""
 
@@ -177,4 +179,4 @@ def add_wide_product(sum_: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dty
 
 def _is_widened(a: Tensor, dtype: torch.dtype) -> bool:
     """Whether the device gives products of such tensors in that dtype."""
-    return a.is_cuda and dtype == torch.float32 and a.dtype in (torch.bfloat16, torch.float16)
+    return a.is_cuda and dtype == torch.float32 and a.dtype in HALVES

@@ -6,7 +6,8 @@ import torch
 
 from meshwright.config import RunConfig
 from meshwright.context_layout import ContextLayout
-from meshwright.models.attention_kernels import HALVES, PLAIN, capability_of, math_reason
+from meshwright.models.attention_kernels import PLAIN, capability_of, math_reason
+from meshwright.models.linear import HALVES
 from meshwright.models.spec import ModelSpec
 from meshwright.strategy import Strategy
 from meshwright.training.precision import precision_of
