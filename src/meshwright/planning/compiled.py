@@ -68,8 +68,11 @@ def compiled_layer(scenario: Scenario, work: Work, sparse: bool) -> Kept:
         kept = _dearest(results, float(share) * room / element)
         attention, sums = float(work.input), 0.0
     elif scenario.dtype == "fp8":
-        # What was cast for a product in 8 bits is cast again, but for attention's output and weights put together.
         attention += scenario.tokens * shape.o / 2
+        if kind != "selective":
+            # What was cast for a product in 8 bits is turned around in the backward pass, else cast again.
+            attention += (2 * work.input + work.gathered) / 2
+            inner += sum(one.activated for one in results if not one.product.experts) / 2
         casts = merged / 2 + (held.experts if scenario.rounds_weights and kind != "selective" else 0.0)
     elif kind == "selective":
         casts = merged

@@ -42,7 +42,8 @@ class Operations:
         self.software = software
         self.bandwidth = chip.memory_bandwidth * 1e9
         self.common = constants.common
-        wide = chip.peak(scenario.wide) * speed.gemm * software.compute
+        share = constants.common.float32 if scenario.wide == "float32" and not self.on_cpu else speed.gemm
+        wide = chip.peak(scenario.wide) * share * software.compute
         self.wide = wide
         if scenario.dtype == scenario.wide:
             self.narrow = wide

@@ -97,6 +97,8 @@ class Software:
     """As `host_s`, of compiled layers."""
     update: float = 0.0
     """Share of a chip's memory bandwidth that the optimizer's own kernel reaches; 0 where it has none."""
+    update_int8_s: float = 0.0
+    """Seconds for a parameter in which that kernel reads and writes moments in 8 bits, at least: it computes then."""
 
 
 def keeping(software: Software, kept: Kept) -> Software:
@@ -151,6 +153,8 @@ class Common:
     """Rows of an expert at which its products reach half of that."""
     attention_length: float
     """Tokens at which fused attention reaches half of its speed."""
+    float32: float
+    """Share of a chip's peak that products in float32 reach, which run beside the tensor cores."""
     unfused: float
     """Passes through memory of the scores of attention that is not fused."""
 

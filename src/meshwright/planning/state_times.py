@@ -152,7 +152,9 @@ class StateTimes:
         )
         if layout.host_states == "none":
             # Of weights, gradients and moments, against those in float32.
-            share = self.scenario.kept.updated / FLOAT32.updated
-            return self.operations.update(most) * share, 0.0
+            kept = self.scenario.kept
+            moved = self.operations.update(most) * kept.updated / FLOAT32.updated
+            computed = most * self.operations.software.update_int8_s if kept.moments == "int8" else 0.0
+            return max(moved, computed), 0.0
         # Gradients go down and parameters come back; the host's cores update them.
         return 0.0, most * OFFLOAD_S
