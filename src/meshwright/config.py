@@ -192,7 +192,7 @@ class PrecisionSection(_Section):
     minimum: float = Field(default=1.0, gt=0)
     """Dynamic loss scale: its lowest value; an overflow there is a fault, see elastic.nonfinite."""
     fp8_recipe: Literal["rowwise", "tensorwise"] = "rowwise"
-    """fp8 only: a scale for each row and column of a product, or one for each tensor, coarser and cheaper."""
+    """fp8 only: a scale for each row and column of a product, or one for each tensor, which is coarser."""
     fp8_weight_gradient: bool = True
     """fp8 only: compute gradients of weights in 8 bits, too. Where the tokens of a pass are no multiple of 16 they are
     computed in bf16 in any case."""
