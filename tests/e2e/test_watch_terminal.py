@@ -73,7 +73,11 @@ def test_running_run_is_shown_while_it_runs(settings: list[str], tmp_path: Path,
 def test_failed_run_is_shown_with_who_failed(settings: list[str], tmp_path: Path, meshwright: CommandLine) -> None:
     fault = "rank=1,step=4,phase=backward,kind=sigkill"
     training = start(tmp_path, settings, "elastic.max_restarts=0", fault=fault)
-    assert training.wait().code != ExitCode.DONE
+    ended = training.wait()
+    assert ended.code != ExitCode.DONE
+    assert "loss " in ended.out
+    assert "the report is in run/report.html" in ended.out
+    assert "ended by SIGKILL" in (training.folder / "report.html").read_text()
     shown = meshwright("watch", training.folder, "--once", COLUMNS="120")
     assert "failed" in shown.stdout.splitlines()[0]
     assert "ended by SIGKILL" in shown.stdout

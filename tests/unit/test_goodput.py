@@ -140,6 +140,9 @@ def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
     told.append(event(104.2, "failed", step=4, phase="backward"))
     check(goodput(told, steps(1, 3, 101.0), now=106.0), startup=1.0, progress=3.0, restart=2.0)
     check(goodput(told, steps(1, 3, 101.0)), startup=1.0, progress=3.0, restart=0.2)
+    # What nothing follows on is over.
+    told.append(event(104.5, "gave_up"))
+    check(goodput(told, steps(1, 3, 101.0), now=200.0), startup=1.0, progress=3.0, restart=0.5)
 
 
 def test_nothing_is_told_of_a_run_without_a_word() -> None:
@@ -153,7 +156,18 @@ def test_metrics_without_times_follow_one_another() -> None:
     check(goodput([event(100.0, "started", step=0), event(105.0, "finished", step=4)], lines), progress=4.0, ending=1.0)
 
 
-KINDS = ("started", "resumed", "failed", "rollback", "stopped", "finished", "checkpoint", "hang", "restarted")
+KINDS = (
+    "started",
+    "resumed",
+    "failed",
+    "gave_up",
+    "rollback",
+    "stopped",
+    "finished",
+    "checkpoint",
+    "hang",
+    "restarted",
+)
 
 
 @given(st.data())

@@ -97,6 +97,12 @@ def test_a_failed_rank_is_lost_until_the_run_goes_on(tmp_path: Path) -> None:
     assert view.state == "running"
     assert {rank.state for rank in view.ranks} == {"alive"}
     assert [len(rank.failures) for rank in view.ranks] == [0, 0, 1, 0]
+    # Nothing follows, though the launcher is there still, or on another machine.
+    append(folder / "events.jsonl", {"time": time.time(), **failed})
+    append(folder / "events.jsonl", {"time": time.time(), "event": "gave_up", "text": "rank 2 failed"})
+    view = run.refresh()
+    assert (view.state, view.reason) == ("failed", "SIGKILL")
+    assert [rank.state for rank in view.ranks] == ["ended", "ended", "lost", "ended"]
 
 
 def test_a_run_whose_processes_are_gone_has_failed(tmp_path: Path, dead_pid: int) -> None:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from meshwright.config import RunConfig
 from meshwright.config_load import resolve_config, run_presets
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UserError
 from meshwright.secrets import guarded_output
 from meshwright.strategy import AUTO, Strategy
 from meshwright.torch_support import require_torch
 from meshwright.training.job import batch_schedule, make_job
 from meshwright.training.planned import asks_planner, plan_run
+from meshwright.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from meshwright.elastic.rendezvous import Nodes
@@ -104,7 +105,21 @@ def _train(args: argparse.Namespace, config: RunConfig) -> int:
         return ending
     except RankError as error:
         print(f"meshwright train: {error}", file=sys.stderr)
+        _report_failure(RunFolder(config.run.dir))
         return error.exit_code
+    except UserError:
+        # What a rank has found wrong with the run.
+        _report_failure(RunFolder(config.run.dir))
+        raise
+
+
+def _report_failure(folder: RunFolder) -> None:
+    """Leave the report of a run that has failed after some steps, as one that ends has it."""
+    from meshwright.observe.end_report import leave_report
+    from meshwright.observe.view import RunView
+
+    if folder.metrics.exists() and RunView(folder.path).refresh().state == "failed":
+        leave_report(folder)
 
 
 def _nodes(args: argparse.Namespace, config: RunConfig) -> Nodes:

@@ -33,6 +33,8 @@ class Journal:
         """Whether this machine holds the run folder now."""
         self._noticed: tuple[float, Failure] | None = None
         self._untold: Failure | None = None
+        self._failed = False
+        """Whether a failure was written here."""
 
     def say(self, text: str) -> None:
         """A line on the console."""
@@ -74,6 +76,7 @@ class Journal:
         failure, self._untold = self._untold, None
         if failure is None or not self.holds:
             return
+        self._failed = True
         self.event(
             "failed",
             rank=failure.rank,
@@ -84,6 +87,11 @@ class Journal:
             generation=failure.generation,
             detect_s=failure.detect_s,
         )
+
+    def give_up(self, text: str) -> None:
+        """Write that nothing follows on what went wrong."""
+        if self.holds and self._failed:
+            self.event("gave_up", text=text.strip().splitlines()[0] if text.strip() else "")
 
     def note_progress(self, ranks: Ranks, ended: bool = False) -> None:
         """After a restart: note when the first new step is done."""

@@ -221,6 +221,9 @@ def _walk(
             step = int(_fact(facts, "step"))
             done_before = step if facts.get("phase") in _AFTER_THE_STEP else step - 1
             claim, ended = "restart", False
+        elif kind == "gave_up":
+            account.take(time, [], claim)
+            claim, ended = "unknown", True
         elif kind == "rollback":
             account.lost_steps += max(0, int(_fact(facts, "step") - _fact(facts, "to")))
             account.take(time - _fact(facts, "seconds"), [], "replayed")

@@ -15,7 +15,7 @@ from meshwright.observe.tail import Line
 State = Literal["waiting", "running", "restarting", "silent", "finished", "stopped", "failed"]
 SILENT_S = 120.0
 """Without a sign for so long, a run on another machine is called silent."""
-TURNS = ("started", "resumed", "failed", "finished", "stopped")
+TURNS = ("started", "resumed", "failed", "gave_up", "finished", "stopped")
 """Events at which a run's state changes."""
 
 
@@ -45,6 +45,9 @@ def standing(folder: Path, events: Sequence[Line], now: float, last_sign: float 
     alive = _holder_lives(folder / ".lock")
     if kind == "stopped":
         return Standing("stopped", since, str(turn.get("reason") or ""), start)
+    if kind == "gave_up":
+        failure = next((event for event in reversed(events) if event["event"] == "failed"), turn)
+        return Standing("failed", since, str(failure.get("cause") or turn.get("text") or ""), start, failure)
     if kind == "failed":
         state: State = "failed" if alive is False else "restarting"
         return Standing(state, since, str(turn.get("cause") or ""), start, turn)

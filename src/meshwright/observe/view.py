@@ -203,7 +203,7 @@ class RunView:
 
 
 def _ends(event: Line) -> bool:
-    return event["event"] in ("failed", "stopped", "finished")
+    return event["event"] in ("failed", "gave_up", "stopped", "finished")
 
 
 def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, list[Line]], dict[int, Line]]:

@@ -4,7 +4,7 @@ import { bytes, clock, number, seconds } from "./format.js";
 import { element, tableOf } from "./draw.js";
 
 const LEVELS = {
-  failed: "bad", hang: "bad", replicas_differ: "bad", out_of_memory: "bad", nonfinite: "bad", checkpoint_failed: "bad",
+  failed: "bad", gave_up: "bad", hang: "bad", replicas_differ: "bad", out_of_memory: "bad", nonfinite: "bad", checkpoint_failed: "bad",
   spike: "warn", rollback: "warn", resumed: "warn", restarted: "warn", straggler: "warn", retuned: "warn", stopped: "warn",
   checkpoint_fallback: "warn", quarantined: "warn", drain: "warn", finished: "good", straggler_cleared: "good",
 };
