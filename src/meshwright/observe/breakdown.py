@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 Interval = tuple[float, float]
 """From when to when."""
+LATE_S = 3e-3
+"""By how much the end of a communication may be noted after those who waited for it went on."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -132,12 +134,15 @@ def break_down(step: Step) -> Breakdown:
 
 
 def _waited_for(gaps: Sequence[Interval], communication: Sequence[Interval]) -> list[Interval]:
-    """Of the gaps between computations, what was spent until a communication ended that ended there."""
+    """Of the gaps between computations, what was spent until a communication ended that ended there.
+
+    Who waited may be at work again before it is noted that the communication has ended.
+    """
     by_end = sorted(communication, key=lambda one: one[1])
     ends = [end for _, end in by_end]
     found = []
     for begin, end in gaps:
-        ended = by_end[bisect_right(ends, begin) : bisect_right(ends, end)]
+        ended = by_end[bisect_right(ends, begin) : bisect_right(ends, end + min(LATE_S, end - begin))]
         found += intersect(union(ended), [(begin, end)])
     return found
 
