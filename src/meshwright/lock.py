@@ -23,6 +23,9 @@ WAIT_S = 15.0
 OWN_WAIT_S = 3.0
 """How long a generation waits for an earlier one of the same launch, on a machine that was lost, to end."""
 
+CLOCK_SLACK_S = 60.0
+"""By how much clocks may have been set between two looks at them."""
+
 
 class LockedError(CheckpointError):
     """Another process trains in the run folder."""
@@ -136,14 +139,29 @@ def _may_be_gone(holder: Fence | None, mine: Fence) -> bool:
     return not is_alive(holder.pid)
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and that nobody has asked after yet does not."""
+def is_alive(pid: int, at: float | None = None) -> bool:
+    """Whether a process of this machine runs; one that has ended and that nobody has asked after yet does not.
+
+    With `at`, a unix time, the one that ran then: numbers of processes come again.
+    """
+    if pid <= 0:
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        pass
+    with suppress(OSError, ValueError, IndexError):
+        facts = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        if facts[0] == "Z":
+            return False
+        if at is not None:
+            return _booted() + int(facts[19]) / os.sysconf("SC_CLK_TCK") <= at + CLOCK_SLACK_S
     return True
+
+
+def _booted() -> float:
+    """Unix time at which this machine started."""
+    with open("/proc/stat", encoding="ascii") as file:
+        return next(float(line.split()[1]) for line in file if line.startswith("btime"))

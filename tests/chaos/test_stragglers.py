@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.errors import ExitCode
 from meshwright.observe.goodput import goodput
+from meshwright.observe.rank_files import RankFiles
 from meshwright.observe.trace_file import read_spans, write_trace
-from tests.chaos.runs import Training, events, lines, metrics, start
+from tests.chaos.runs import Training, events, metrics, start
 from tests.unit.test_trace import check_trace
 
 SETTINGS = ("train.steps=24", "checkpoint.every=0", "observe.straggler_every=6", "observe.profile_every=2")
@@ -95,9 +96,10 @@ def test_account_of_a_run_that_was_killed_and_went_on_has_what_that_cost(setting
     ended = training.wait()
     assert ended.code == ExitCode.DONE, ended.err
     (restarted,) = events(training.folder, "restarted")
-    ranks = {rank: lines(training.folder / "ranks" / f"{rank:05d}.jsonl") for rank in range(2)}
+    files = RankFiles(training.folder / "ranks")
+    files.refresh()
     told, recorded = events(training.folder), metrics(training.folder)
-    for of_ranks in (ranks, {}):
+    for of_ranks in (files.records, {}):
         found = goodput(told, recorded, of_ranks, began)
         assert sum(found.parts.values()) == pytest.approx(found.wall_s)
         assert found.wall_s == pytest.approx(told[-1]["time"] - began)

@@ -32,6 +32,16 @@ def test_python_between_operators_is_no_wait_unless_a_communication_ends_there()
     assert on_device.exposed == pytest.approx(0.5 + 0.1 + 1.0)
 
 
+def test_a_wait_whose_end_is_noted_late_is_a_wait() -> None:
+    compute: list[Interval] = [(1, 4), (4, 6), (7.5, 8)]
+    found = break_down(Step(0.0, 10.0, PHASES, compute, communication=[(5, 7.501)]))
+    assert found.exposed == pytest.approx(1.5)
+    # Much later, it went on beside what was computed; and a moment between two operators is too short to wait in.
+    assert break_down(Step(0.0, 10.0, PHASES, compute, communication=[(5, 7.6)])).exposed == 0
+    short: list[Interval] = [(1, 4), (4.0001, 8)]
+    assert break_down(Step(0.0, 10.0, PHASES, short, communication=[(3, 4.002)])).exposed == 0
+
+
 def test_waiting_for_another_stage_is_bubble_and_not_communication() -> None:
     step = Step(0.0, 10.0, PHASES, [(1, 2), (5, 8)], communication=[(2, 5), (8, 8.5)], waits=[(2, 5), (4.5, 5.5)])
     found = break_down(step)

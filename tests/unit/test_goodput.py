@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.observe.goodput import PARTS, Goodput, goodput
+from meshwright.observe import goodput as goodput_
+from meshwright.observe.goodput import PARTS, Goodput
+from meshwright.observe.rank_files import RankRecord
 
 Line = dict[str, Any]
 
@@ -32,6 +34,21 @@ def rank_steps(first: int, last: int, begin: float, **parts: float) -> list[Line
         {"kind": "step", "step": step, "time": begin + (step - first + 1) * seconds, "seconds": seconds, "parts": parts}
         for step in range(first, last + 1)
     ]
+
+
+def goodput(
+    events: list[Line],
+    metrics: list[Line],
+    ranks: dict[int, list[Line]] | None = None,
+    began: float | None = None,
+    now: float | None = None,
+) -> Goodput:
+    """The account, from the lines of ranks."""
+    records = {rank: RankRecord(rank) for rank in ranks or {}}
+    for rank, lines in (ranks or {}).items():
+        for line in lines:
+            records[rank].take(line)
+    return goodput_.goodput(events, metrics, records, began, now)
 
 
 def check(found: Goodput, **expected: float) -> None:
@@ -143,6 +160,32 @@ def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
     # What nothing follows on is over.
     told.append(event(104.5, "gave_up"))
     check(goodput(told, steps(1, 3, 101.0), now=200.0), startup=1.0, progress=3.0, restart=0.5)
+
+
+def test_a_long_run_is_accounted_for_from_its_first_step() -> None:
+    told = [event(100.0, "started", step=0), event(1100.0, "finished", step=500)]
+    ranks = {0: rank_steps(1, 500, 100.0, data=0.2, forward=0.8, checkpoint=0.4, hooks=0.6)}
+    lines = steps(1, 500, 101.0, seconds=2.0)
+    for line in lines:
+        line |= {"step_s": 1.0, "time": line["time"] - 1.0}
+    check(goodput(told, lines, ranks), startup=1.0, progress=400.0, data=100.0, checkpoint=200.0, between=299.0)
+
+
+def test_all_steps_of_a_long_way_back_are_done_again() -> None:
+    told = [
+        event(100.0, "started", step=0),
+        event(405.0, "failed", step=305, phase="forward"),
+        event(406.0, "resumed", step=4),
+        event(410.0, "finished", step=8),
+    ]
+    before = rank_steps(1, 304, 100.0, forward=1.0)
+    found = goodput(told, [*steps(1, 4, 100.0), *steps(5, 8, 406.0)], {0: before})
+    assert found.lost_steps == 200, "as many as are remembered, where none is done again yet"
+    found = goodput(
+        told, [*steps(1, 4, 100.0), *steps(5, 8, 406.0)], {0: [*before, *rank_steps(5, 8, 406.0, forward=1.0)]}
+    )
+    assert found.lost_steps == 300
+    check(found, progress=8.0, replayed=300.0, restart=2.0)
 
 
 def test_nothing_is_told_of_a_run_without_a_word() -> None:

@@ -11,7 +11,7 @@ from meshwright.config import RunConfig
 from meshwright.config_load import resolve_config
 from meshwright.errors import ConfigError, UserError
 from meshwright.strategy import Strategy
-from meshwright.training.planned import NothingFits, plan_ranks, plan_run, question_of
+from meshwright.training.planned import NothingFits, plan_ranks, plan_run, predict, question_of
 from meshwright.training.run_folder import RunFolder
 
 
@@ -41,6 +41,15 @@ def test_auto_asks_the_planner_within_constraints(tmp_path: Path, text: str, key
 
 def test_a_given_micro_batch_stays(tmp_path: Path) -> None:
     assert plan_run(configured(tmp_path, "train.micro_batch=2"), 2).micro_batch == 2
+
+
+def test_what_is_expected_is_of_the_micro_batches_that_a_run_takes(tmp_path: Path) -> None:
+    config = configured(tmp_path, "train.global_batch=16")
+    for text, size in (("dp=1 pp=2", 2), ("dp=2", 8)):
+        strategy = Strategy.parse(text, 2)
+        micro_steps = strategy.micro_steps(16, None)
+        (expected,) = predict(config, strategy, 2).candidates[:1]
+        assert expected.micro_batch == 16 // strategy.all_shares // micro_steps == size
 
 
 def test_every_batch_of_a_schedule_is_shared(tmp_path: Path) -> None:

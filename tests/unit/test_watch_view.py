@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from meshwright.errors import UserError
 from meshwright.observe.snapshot import clean, difference, snapshot, to_text
+from meshwright.observe.trace_file import write_trace
 from meshwright.observe.view import RunView
 from meshwright.strategy import Strategy
 from tests.run_folders import append, append_steps, write_run
@@ -119,6 +123,53 @@ def test_a_rank_whose_process_is_gone_is_lost_before_anyone_says_so(tmp_path: Pa
     assert [rank.state for rank in RunView(folder).refresh().ranks] == ["alive", "lost"]
 
 
+def test_of_several_that_are_gone_nobody_knows_who_was_first_until_it_is_told(tmp_path: Path, dead_pid: int) -> None:
+    folder = write_run(tmp_path / "run", "dp=4", world=4, steps=10, end=None)
+    for rank in (0, 2):
+        line = json.loads((folder / f"ranks/{rank:05d}.jsonl").read_text().splitlines()[0])
+        append(folder / f"ranks/{rank:05d}.jsonl", {**line, "pid": dead_pid})
+    view = RunView(folder)
+    assert [rank.state for rank in view.refresh().ranks] == ["unknown", "alive", "unknown", "alive"]
+    append(folder / "events.jsonl", {"time": time.time(), "event": "failed", "rank": 2, "cause": "SIGKILL", "step": 11})
+    assert [rank.state for rank in view.refresh().ranks] == ["waiting", "waiting", "lost", "waiting"]
+
+
+def test_another_process_with_the_same_number_is_not_the_runs(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        began = time.time() - 3600
+        folder = write_run(tmp_path / "run", "dp=2", world=2, steps=10, end=None, pid=process.pid, began=began)
+        os.utime(folder / ".lock", (began, began))
+        view = RunView(folder).refresh()
+        assert view.state == "failed"
+    finally:
+        process.communicate(b"\n")
+
+
+def test_a_failure_that_nothing_follows_on_another_machine_turns_silent(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dp=2", world=2, steps=10, end=None)
+    fence = json.loads((folder / ".lock").read_text())
+    (folder / ".lock").write_text(json.dumps(fence | {"host": "elsewhere"}))
+    append(folder / "events.jsonl", {"time": time.time(), "event": "failed", "rank": 1, "cause": "x", "step": 11})
+    assert RunView(folder).refresh().state == "restarting"
+    assert RunView(folder, clock=lambda: time.time() + 200).refresh().state == "silent"
+
+
+def test_every_phase_in_which_a_rank_is_slow_is_named(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dp=2", world=2, steps=10, end=None)
+    slow = {"time": time.time(), "event": "straggler", "rank": 1, "step": 10}
+    append(folder / "events.jsonl", slow | {"phase": "forward", "relative": 2.0})
+    append(folder / "events.jsonl", slow | {"phase": "data", "relative": 28.0})
+    run = RunView(folder)
+    straggler = run.refresh().ranks[1].straggler
+    assert straggler is not None
+    assert (straggler["phase"], straggler["relative"]) == ("data and forward", 28.0)
+    append(folder / "events.jsonl", slow | {"event": "straggler_cleared", "phase": "data"})
+    straggler = run.refresh().ranks[1].straggler
+    assert straggler is not None
+    assert straggler["phase"] == "forward"
+
+
 def test_fewer_ranks_after_a_restart_leave_no_ghosts(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "dp=4", world=4, steps=10, end=None)
     append(
@@ -167,6 +218,10 @@ def test_an_empty_folder_waits(tmp_path: Path) -> None:
 
 
 RUBBISH = [
+    b'{"launch": "l", "generation": 0, "host": "HOST", "pid": 100000000000000000000000}',
+    b'{"kind": "rank", "pid": 100000000000000000000000, "host": "HOST", "time": 1e308, "coordinates": "pp"}\n',
+    b'{"step": 1, "unix": 1e400, "spans": [["f", "pass", 0, 1]]}\n',
+    b'{"step": 1, "unix": 1, "spans": [["f", "pass", 1e999, 2]]}\n',
     b"",
     b"\x00\xff",
     b"[]",
@@ -192,8 +247,10 @@ RUBBISH = [
 )
 def test_rubbish_in_a_file_is_no_error(tmp_path: Path, name: str, rubbish: bytes) -> None:
     folder = write_run(tmp_path / "run", "dp=2 pp=2", world=4, steps=30)
-    (folder / name).write_bytes(rubbish)
+    (folder / name).write_bytes(rubbish.replace(b"HOST", socket.gethostname().encode()))
     to_text(snapshot([RunView(folder).refresh()]))
+    with suppress(UserError):
+        write_trace(folder, tmp_path / "trace.json")
 
 
 def test_what_goes_to_a_browser_is_plain_json_of_bearable_length(tmp_path: Path) -> None:

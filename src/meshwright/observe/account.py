@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.observe.curves import Curves
 from meshwright.observe.goodput import Goodput, goodput
+from meshwright.observe.rank_files import RankRecord
 from meshwright.observe.tail import Line
 
 MOST_SHARE = 0.05
@@ -25,7 +26,7 @@ class Account:
         self._over = False
 
     def now(
-        self, events: Sequence[Line], curves: Curves, ranks: Mapping[int, Sequence[Line]], now: float | None
+        self, events: Sequence[Line], curves: Curves, ranks: Mapping[int, RankRecord], now: float | None
     ) -> Goodput:
         """The account; of a long run that goes on it may be that of a moment ago. `now` is None once a run is over."""
         began = time.monotonic()
@@ -36,7 +37,7 @@ class Account:
         return self._found
 
     def _count(
-        self, events: Sequence[Line], curves: Curves, ranks: Mapping[int, Sequence[Line]], now: float | None
+        self, events: Sequence[Line], curves: Curves, ranks: Mapping[int, RankRecord], now: float | None
     ) -> Goodput:
         columns = {name: dict(curves.points(name)) for name in ("step_s", "eval_s", "pipeline_idle")}
         metrics = [

@@ -70,7 +70,9 @@ def compare(
     idle = curves.recent("pipeline_idle", IDLE_STEPS)
     parts = numbers_of(expected.get("step_time"))
     simulated = curves.recent("pipeline_idle_predicted", IDLE_STEPS)
-    waits = _idle_share(parts) or (fmean(simulated) if simulated else None)
+    waits = _idle_share(parts)
+    if waits is None and simulated:
+        waits = fmean(simulated)
     return Comparison(
         step_time=Pair("step time", "s", number(expected.get("step_time_s")), step_s),
         peak_memory=Pair("peak memory", "B", _bytes(expected_peak), peak),
@@ -87,7 +89,7 @@ def compare(
 def _idle_share(parts: Mapping[str, float]) -> float | None:
     """The expected share of a step in which a rank of a pipeline waits."""
     whole = sum(parts.values())
-    return parts["bubble"] / whole if parts.get("bubble") and whole > 0 else None
+    return parts["bubble"] / whole if "bubble" in parts and whole > 0 else None
 
 
 def _held(record: RankRecord) -> float | None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any
 
-from meshwright.observe.curves import number
-from meshwright.observe.rank_files import parts_of
+from meshwright.observe.rank_files import RankRecord
+from meshwright.observe.rank_times import Sums, fact
 
 PARTS = (
     "progress",
@@ -51,8 +51,6 @@ GOES_ON = ("machines come or go", "another strategy is expected to be faster")
 
 Line = Mapping[str, Any]
 
-_BESIDE = ("evaluate", "checkpoint", "hooks")
-"""Parts of a rank's line that come after the update, and are no part of `step_s`."""
 _AFTER_THE_STEP = ("evaluate", "stage", "write", "commit", "retention", "hooks", "end")
 """Phases of a step whose update is made."""
 
@@ -115,15 +113,15 @@ class _Account:
 def goodput(
     events: Sequence[Line],
     metrics: Sequence[Line],
-    ranks: Mapping[int, Sequence[Line]] | None = None,
+    ranks: Mapping[int, RankRecord] | None = None,
     began: float | None = None,
     now: float | None = None,
 ) -> Goodput:
-    """The account of a run from its events, its metrics and the lines of its ranks, as far as there are any.
+    """The account of a run from its events, its metrics and what its ranks have recorded, as far as there are any.
 
     `began` is when its first process began, where that is known; `now` is given for a run that still goes on.
     """
-    lines = {rank: _step_lines(those) for rank, those in (ranks or {}).items()}
+    records = list((ranks or {}).values())
     told = _timed(events)
     entries = sorted([*_steps(told, metrics), *told], key=lambda entry: entry[0])
     if not entries:
@@ -131,42 +129,12 @@ def goodput(
     first = entries[0][0]
     account = _Account(cursor=min(first, began) if began is not None else first)
     begin = account.cursor
-    _walk(account, entries, lines, now)
-    account.name_part("checkpoint", _stalls(account, lines))
-    account.name_part("between", _hooks(lines))
-    _split_progress(account.parts, metrics, lines)
+    _walk(account, entries, records, now)
+    account.name_part("checkpoint", _stalls(account, records))
+    account.name_part("between", _hooks(records))
+    _split_progress(account.parts, metrics, records)
     wall = account.cursor - begin - account.away_s
     return Goodput(wall, account.parts, account.away_s, account.restarts, account.lost_steps)
-
-
-class _RankStep(NamedTuple):
-    """What a rank has recorded of a step."""
-
-    step: int
-    time: float
-    seconds: float
-    parts: dict[str, float]
-    profiled: bool
-
-
-def _step_lines(lines: Iterable[Line]) -> list[_RankStep]:
-    return [
-        _RankStep(
-            int(_fact(line, "step")),
-            _fact(line, "time"),
-            _fact(line, "seconds"),
-            {name: max(0.0, seconds) for name, seconds in parts_of(dict(line)).items()},
-            line.get("profiled") is True,
-        )
-        for line in lines
-        if line.get("kind") == "step" and _fact(line, "seconds") > 0
-    ]
-
-
-def _fact(line: Line, name: str) -> float:
-    """A number of a line, which is never less than nothing; 0 where it is none, or beyond all reason."""
-    found = number(line.get(name))
-    return found if found is not None and 0 <= found < 1e12 else 0.0
 
 
 _Entry = tuple[float, str, Line]
@@ -174,34 +142,32 @@ _Entry = tuple[float, str, Line]
 
 
 def _timed(events: Sequence[Line]) -> list[_Entry]:
-    return [(_fact(event, "time"), str(event.get("event")), event) for event in events if _fact(event, "time")]
+    return [(fact(event, "time"), str(event.get("event")), event) for event in events if fact(event, "time")]
 
 
 def _steps(events: Sequence[_Entry], metrics: Sequence[Line]) -> list[_Entry]:
     """Steps with the time at which they ended; where they do not tell it, one after the other since the start."""
-    starts = [(int(_fact(facts, "step")), when) for when, kind, facts in events if kind in ("started", "resumed")]
+    starts = [(int(fact(facts, "step")), when) for when, kind, facts in events if kind in ("started", "resumed")]
     found: list[_Entry] = []
     time = starts[0][1] if starts else 0.0
     for line in metrics:
-        if not _fact(line, "step") or not _fact(line, "step_s"):
+        if not fact(line, "step") or not fact(line, "step_s"):
             continue
         begun = [when for step, when in starts if step == line["step"] - 1]
-        time = max([time, *begun]) + _fact(line, "step_s") + _fact(line, "eval_s")
-        time = _fact(line, "time") or time
+        time = max([time, *begun]) + fact(line, "step_s") + fact(line, "eval_s")
+        time = fact(line, "time") or time
         found.append((time, "step", line))
     return found
 
 
-def _walk(
-    account: _Account, entries: Sequence[_Entry], ranks: Mapping[int, Sequence[_RankStep]], now: float | None
-) -> None:
+def _walk(account: _Account, entries: Sequence[_Entry], ranks: Sequence[RankRecord], now: float | None) -> None:
     """Go through a run and deal out its time, but for what is inside of steps."""
     # What time goes to that no step claims: a start, a failure, or nothing that is known.
     claim, running, ended = "startup", False, False
     done_before: int | None = None
     for time, kind, facts in entries:
         if kind == "step":
-            wanted = [("progress", _fact(facts, "step_s")), ("evaluation", _fact(facts, "eval_s"))]
+            wanted = [("progress", fact(facts, "step_s")), ("evaluation", fact(facts, "eval_s"))]
             account.take(time, wanted, claim)
             claim, running, ended = "unknown", True, False
         elif kind in ("started", "resumed"):
@@ -212,21 +178,21 @@ def _walk(
             elif running or claim == "restart":
                 # Where nobody has told of a failure, the launcher itself was gone.
                 account.restarts += 1
-                steps, seconds = _lost(int(_fact(facts, "step")), (account.cursor, time), done_before, entries, ranks)
+                steps, seconds = _lost(int(fact(facts, "step")), (account.cursor, time), done_before, entries, ranks)
                 account.lost_steps += steps
                 account.take(time, [("replayed", seconds)], "restart")
                 claim = "restart"
             running, ended, done_before = True, False, None
         elif kind == "failed":
-            step = int(_fact(facts, "step"))
+            step = int(fact(facts, "step"))
             done_before = step if facts.get("phase") in _AFTER_THE_STEP else step - 1
             claim, ended = "restart", False
         elif kind == "gave_up":
             account.take(time, [], claim)
             claim, ended = "unknown", True
         elif kind == "rollback":
-            account.lost_steps += max(0, int(_fact(facts, "step") - _fact(facts, "to")))
-            account.take(time - _fact(facts, "seconds"), [], "replayed")
+            account.lost_steps += max(0, int(fact(facts, "step") - fact(facts, "to")))
+            account.take(time - fact(facts, "seconds"), [], "replayed")
             account.take(time, [], "restart")
             claim = "restart"
         elif kind in ("stopped", "finished"):
@@ -234,7 +200,7 @@ def _walk(
             again = str(facts.get("reason")) in GOES_ON
             claim, ended = "restart" if again else "unknown", not again
         elif kind == "checkpoint":
-            account.stalls_s += _fact(facts, "stalled_s")
+            account.stalls_s += fact(facts, "stalled_s")
     if not ended:
         account.take(max(entries[-1][0], now or 0.0), [], claim)
 
@@ -244,48 +210,58 @@ def _lost(
     window: tuple[float, float],
     done_before: int | None,
     entries: Sequence[_Entry],
-    ranks: Mapping[int, Sequence[_RankStep]],
+    ranks: Sequence[RankRecord],
 ) -> tuple[int, float]:
     """How many steps after the one resumed from were done in a window of time, and how long that took."""
-    told = [
-        [line.seconds for line in lines if line.step > resumed and _within(line, window)] for lines in ranks.values()
-    ]
-    if any(told):
-        return max(map(len, told)), fmean(map(sum, told))
+    told = [_in_vain(record, resumed, window) for record in ranks]
+    if any(steps for steps, _ in told):
+        return max(steps for steps, _ in told), fmean(seconds for _, seconds in told)
     steps = max(0, (done_before or 0) - resumed)
-    typical = [_fact(facts, "step_s") for _, kind, facts in entries if kind == "step"]
+    typical = [fact(facts, "step_s") for _, kind, facts in entries if kind == "step"]
     return steps, steps * median(typical) if typical else 0.0
 
 
-def _within(line: _RankStep, window: tuple[float, float]) -> bool:
+def _in_vain(record: RankRecord, resumed: int, window: tuple[float, float]) -> tuple[int, float]:
+    """Steps of a rank after the one resumed from that ended in a window, and their seconds."""
+    undone = [one for one in record.times.undone if _within(one.until, one.seconds / one.steps, window)]
+    if undone:
+        return sum(one.steps for one in undone), sum(one.seconds for one in undone)
+    # Where no step is done again yet.
+    lines = [
+        fact(line, "seconds")
+        for line in record.steps
+        if fact(line, "step") > resumed and _within(fact(line, "time"), fact(line, "seconds"), window)
+    ]
+    return len(lines), sum(lines)
+
+
+def _within(time: float, seconds: float, window: tuple[float, float]) -> bool:
     """Whether a step ended in a window; clocks of files may be a moment apart."""
-    return window[0] + 0.5 * line.seconds < line.time < window[1]
+    return window[0] + 0.5 * seconds < time < window[1]
 
 
-def _stalls(account: _Account, ranks: Mapping[int, Sequence[_RankStep]]) -> float:
+def _stalls(account: _Account, ranks: Sequence[RankRecord]) -> float:
     """Seconds in which saves held up the steps: as ranks have measured it, else as the saves say themselves."""
-    measured = [sum(line.parts.get("checkpoint", 0.0) for line in lines) for lines in ranks.values()]
-    return max([account.stalls_s, *measured])
+    return max([account.stalls_s, *(record.times.all.parts.get("checkpoint", 0.0) for record in ranks)])
 
 
-def _hooks(ranks: Mapping[int, Sequence[_RankStep]]) -> float:
+def _hooks(ranks: Sequence[RankRecord]) -> float:
     """Seconds of what happens between steps, as the ranks have measured it: their mean."""
-    return fmean([sum(line.parts.get("hooks", 0.0) for line in lines) for lines in ranks.values()] or [0.0])
+    return fmean([record.times.all.parts.get("hooks", 0.0) for record in ranks] or [0.0])
 
 
-def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Mapping[int, Sequence[_RankStep]]) -> None:
+def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Sequence[RankRecord]) -> None:
     """Take out of the time of steps what they waited: the mean over ranks, of unprofiled steps as of profiled ones."""
-    lines = [line for of_rank in ranks.values() for line in of_rank if line.parts]
-    profiled = [line for line in lines if line.profiled]
+    lines, profiled = (_together(one.times.all for one in ranks), _together(one.times.profiled for one in ranks))
     progress = parts["progress"]
     shares = {
         "data": _share("data", lines),
         "communication": _share("communication", profiled),
         "bubble": _share("bubble", profiled),
     }
-    if not profiled:
-        idle = [min(1.0, _fact(line, "pipeline_idle")) for line in metrics if "pipeline_idle" in line]
-        passes = _share("forward", lines) + _share("backward", lines) if lines else 1.0
+    if not profiled.seconds:
+        idle = [min(1.0, fact(line, "pipeline_idle")) for line in metrics if "pipeline_idle" in line]
+        passes = _share("forward", lines) + _share("backward", lines) if lines.seconds else 1.0
         shares["bubble"] = passes * fmean(idle) if idle else 0.0
     scale = min(1.0, 1 / max(sum(shares.values()), 1e-9))
     for name, share in shares.items():
@@ -294,7 +270,13 @@ def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Map
     parts["progress"] = max(0.0, parts["progress"])
 
 
-def _share(part: str, lines: Sequence[_RankStep]) -> float:
+def _share(part: str, sums: Sums) -> float:
     """The share of a part in the time of steps, without what comes after the update."""
-    total = sum(line.seconds - sum(line.parts.get(name, 0.0) for name in _BESIDE) for line in lines)
-    return min(1.0, sum(line.parts.get(part, 0.0) for line in lines) / total) if total > 0 else 0.0
+    return min(1.0, sums.parts.get(part, 0.0) / sums.of_steps) if sums.of_steps > 0 else 0.0
+
+
+def _together(sums: Iterable[Sums]) -> Sums:
+    found = Sums()
+    for one in sums:
+        found.add(one.seconds, one.parts)
+    return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.observe.curves import number
+from meshwright.observe.rank_times import RankTimes
 from meshwright.observe.tail import Line, Tail
 
 RECENT = 200
@@ -28,6 +29,8 @@ class RankRecord:
     """The `rank` line of its newest start."""
     steps: deque[Line] = field(default_factory=lambda: deque(maxlen=RECENT))
     """Its newest step lines, each step once."""
+    times: RankTimes = field(default_factory=RankTimes)
+    """All of its steps, added up."""
     profiled: Line | None = None
     collectives: Line | None = None
     recorder: Line | None = None
@@ -38,16 +41,23 @@ class RankRecord:
             case "rank":
                 self.start = line
             case "step" if number(line.get("step")) is not None:
-                # After a restart, steps are computed again: what was said of them and of later ones is over.
-                while self.steps and self.steps[-1]["step"] >= line["step"]:
-                    self.steps.pop()
+                self._forget_from(line["step"])
                 self.steps.append(line)
+                self.times.add(line)
                 if line.get("profiled"):
                     self.profiled = line
             case "collectives":
                 self.collectives = line
             case "recorder":
                 self.recorder = line
+
+    def _forget_from(self, step: float) -> None:
+        """After a restart, steps are computed again: what was said of them and of later ones is over."""
+        undone = []
+        while self.steps and self.steps[-1]["step"] >= step:
+            undone.append(self.steps.pop())
+        if undone:
+            self.times.undo(undone, max(len(undone), round(undone[0]["step"] - step) + 1))
 
     @property
     def last(self) -> Line | None:

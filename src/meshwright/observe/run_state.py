@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,17 +44,20 @@ def standing(folder: Path, events: Sequence[Line], now: float, last_sign: float 
     if kind == "finished":
         return Standing("finished", since, "", start)
     alive = _holder_lives(folder / ".lock")
+    silent = last_sign is not None and now - last_sign > SILENT_S
     if kind == "stopped":
         return Standing("stopped", since, str(turn.get("reason") or ""), start)
     if kind == "gave_up":
         failure = next((event for event in reversed(events) if event["event"] == "failed"), turn)
         return Standing("failed", since, str(failure.get("cause") or turn.get("text") or ""), start, failure)
     if kind == "failed":
-        state: State = "failed" if alive is False else "restarting"
+        state: State = "restarting"
+        if alive is not True:
+            state = "failed" if alive is False else "silent" if silent else "restarting"
         return Standing(state, since, str(turn.get("cause") or ""), start, turn)
     if alive is False:
         return Standing("failed", last_sign, "its process ended without a word", start)
-    if alive is None and last_sign is not None and now - last_sign > SILENT_S:
+    if alive is None and silent:
         return Standing("silent", last_sign, "no sign from another machine", start)
     return Standing("running", since, "", start)
 
@@ -64,4 +68,6 @@ def _holder_lives(lock: Path) -> bool | None:
     holder = read_holder(lock)
     if holder is None or holder.host != socket.gethostname():
         return None
+    with suppress(OSError):
+        return is_alive(holder.pid, lock.stat().st_mtime)
     return is_alive(holder.pid)

@@ -54,7 +54,8 @@ def spans_of(
 
     `header` is the rank's own line, which says where it is.
     """
-    found = RankSpans(rank, str(header.get("host", "")), header.get("coordinates") or {})
+    place = header.get("coordinates")
+    found = RankSpans(rank, str(header.get("host", "")), _numbers(place) if isinstance(place, dict) else {})
     chosen = {line["step"]: line for line in lines if "spans" in line and (steps is None or line["step"] in steps)}
     for step, line in sorted(chosen.items()):
         found.spans += [
@@ -62,6 +63,10 @@ def spans_of(
             for name, category, start, end in line["spans"]
         ]
     return found
+
+
+def _numbers(place: Mapping[Any, Any]) -> dict[str, int]:
+    return {str(axis): index for axis, index in place.items() if isinstance(index, int)}
 
 
 def clock_errors(ranks: Sequence[RankSpans]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
+from meshwright.observe.curves import number
 from meshwright.observe.tail import Line, Tail
 from meshwright.observe.trace import RankSpans, spans_of, trace_events
 
@@ -63,13 +64,16 @@ def _is_whole(line: Line) -> bool:
     spans = line.get("spans")
     return (
         isinstance(line.get("step"), int)
-        and isinstance(line.get("unix"), int | float)
+        and _is_time(line.get("unix"))
         and isinstance(spans, list)
-        and all(
-            isinstance(span, list) and len(span) == 4 and all(isinstance(time, int | float) for time in span[2:])
-            for span in spans
-        )
+        and all(isinstance(span, list) and len(span) == 4 and all(map(_is_time, span[2:])) for span in spans)
     )
+
+
+def _is_time(value: object) -> bool:
+    found = number(value)
+    # Seconds, of which microseconds can be told.
+    return found is not None and abs(found) < 1e12
 
 
 def _listed(steps: list[int]) -> str:

@@ -13,7 +13,7 @@ import socket
 import statistics
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +116,7 @@ class RunView:
         strategy = _parse(text, world)
         last = curves.last_time() or sign
         ranks = self._ranks(stands, world, strategy)
-        steps = {rank.rank: list(rank.record.steps) for rank in ranks}
+        records = {rank.rank: rank.record for rank in ranks}
         goes_on = stands.state in ("running", "restarting")
         recent = curves.recent("step_s", RECENT_STEPS)
         step_s = statistics.median(recent) if recent else None
@@ -139,7 +139,7 @@ class RunView:
             events=list(events),
             comparison=compare(plan, curves, step_s, [(one.coordinates, one.record) for one in ranks]),
             pipeline=self._pipeline(strategy, plan, ranks),
-            goodput=self._account.now(events, curves, steps, now if goes_on else None),
+            goodput=self._account.now(events, curves, records, now if goes_on else None),
         )
 
     def _take(self) -> None:
@@ -178,6 +178,7 @@ class RunView:
         begun = number((stands.start or {}).get("time"))
         turned = max((number(one.get("time")) or 0.0 for one in self._read_events if _ends(one)), default=0.0)
         failures, slow = _by_rank(self._read_events, begun)
+        states = _states(stands, [self._files.records.get(rank) or RankRecord(rank) for rank in range(world)], turned)
         found = []
         for rank in range(world):
             record = self._files.records.get(rank) or RankRecord(rank)
@@ -185,10 +186,10 @@ class RunView:
                 Rank(
                     rank,
                     _coordinates(record, strategy),
-                    _state(stands, record, turned),
+                    states[rank],
                     record,
                     failures.get(rank, []),
-                    slow.get(rank),
+                    _slowest(slow.get(rank, {})),
                 )
             )
         return found
@@ -206,10 +207,10 @@ def _ends(event: Line) -> bool:
     return event["event"] in ("failed", "gave_up", "stopped", "finished")
 
 
-def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, list[Line]], dict[int, Line]]:
-    """Failures of each rank, and who was called slow since the last start."""
+def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, list[Line]], dict[int, dict[str, Line]]]:
+    """Failures of each rank, and in which phases it was called slow since the last start."""
     failures: dict[int, list[Line]] = {}
-    slow: dict[int, Line] = {}
+    slow: dict[int, dict[str, Line]] = {}
     for event in events:
         rank = event.get("rank")
         if not isinstance(rank, int):
@@ -217,10 +218,24 @@ def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, lis
         if event["event"] == "failed":
             failures.setdefault(rank, []).append(event)
         elif event["event"] == "straggler" and (begun is None or (number(event.get("time")) or 0.0) >= begun):
-            slow[rank] = event
-        elif event["event"] == "straggler_cleared" and slow.get(rank, {}).get("phase") == event.get("phase"):
-            slow.pop(rank, None)
+            slow.setdefault(rank, {})[str(event.get("phase"))] = event
+        elif event["event"] == "straggler_cleared":
+            slow.get(rank, {}).pop(str(event.get("phase")), None)
     return failures, slow
+
+
+def _slowest(slow: Mapping[str, Line]) -> Line | None:
+    """What was said of a slow rank: of the phase in which it is slowest, naming all of them."""
+    ordered = sorted(slow.values(), key=lambda event: -(number(event.get("relative")) or 0.0))
+    return ordered[0] | {"phase": " and ".join(str(event.get("phase")) for event in ordered)} if ordered else None
+
+
+def _states(stands: Standing, records: Sequence[RankRecord], turned: float) -> list[RankState]:
+    """How the ranks are. When one is lost the others are ended: who it was is told a moment later."""
+    found = [_state(stands, record, turned) for record in records]
+    if stands.failure is None and found.count("lost") > 1:
+        return ["unknown" if state == "lost" else state for state in found]
+    return found
 
 
 def _state(stands: Standing, record: RankRecord, turned: float) -> RankState:
@@ -233,7 +248,7 @@ def _state(stands: Standing, record: RankRecord, turned: float) -> RankState:
         return "ended"
     pid, here = record.start.get("pid"), record.start.get("host") == socket.gethostname()
     current = (number(record.start.get("time")) or 0.0) >= turned
-    if here and current and isinstance(pid, int) and pid > 0 and not is_alive(pid):
+    if here and current and isinstance(pid, int) and not is_alive(pid, number(record.start.get("time"))):
         return "lost"
     if stands.state == "failed":
         return "ended"

@@ -132,16 +132,19 @@ def machines_of(config: RunConfig, world: int, local: int) -> Cluster:
 
 
 def predict(config: RunConfig, strategy: Strategy, local: int) -> Plan:
-    """What the planner expects of a strategy with the configuration's batch and micro-batch."""
+    """What the planner expects of a strategy with the configuration's batch and the micro-batch that a run takes."""
     from meshwright.planning.answer import plan
 
     machines = machines_of(config, strategy.world, local)
+    settings = _settings(config, machines)
+    batch = settings["global_batch"]
+    micro_steps = strategy.micro_steps(batch, config.train.micro_batch)
     return plan(
         model_spec(config),
         machines,
-        **_settings(config, machines),
+        **settings,
         strategy=str(strategy),
-        micro_batch=config.train.micro_batch,
+        micro_batch=batch // strategy.all_shares // micro_steps,
     )
 
 
