@@ -118,8 +118,7 @@ def test_every_step_of_every_rank_is_there_and_all_of_its_time(strategy: str, re
             assert sum(line["parts"].values()) == pytest.approx(line["seconds"], abs=1e-5)
             assert min(line["parts"].values()) > 0
             assert line["memory"]["rss"] > 2**26
-        unattributed = sum(line["parts"].get("unattributed", 0.0) for line in steps.values())
-        assert unattributed < 0.05 * sum(line["seconds"] for line in steps.values())
+            assert line["parts"].get("unattributed", 0.0) < 0.05 * line["seconds"]
         # Steps follow each other without a gap; single times may be those of a moment in which others computed.
         first, *others = steps.values()
         gaps = [

@@ -60,7 +60,7 @@ class DevicePhases:
             events = [*[event for _, event in done.borders], done.end]
             for (name, begin), end in zip(done.borders, events[1:], strict=True):
                 phases[name] = phases.get(name, 0.0) + begin.elapsed_time(end) / 1000
-            yield Timed(done.step, events[0].elapsed_time(done.end) / 1000, phases)
+            yield Timed.of(done.step, events[0].elapsed_time(done.end) / 1000, phases)
             # The end is the beginning of the next one.
             self._spare += events[:-1]
 

@@ -9,12 +9,22 @@ from typing import NamedTuple, Protocol
 from meshwright.pulse import PHASES, Pulse
 
 
+BEFORE = ("start", "restore")
+"""Phases before a first step, in which ranks wait for each other still."""
+
+
 class Timed(NamedTuple):
     """A step whose phases are known."""
 
     step: int
     seconds: float
     phases: dict[str, float]
+
+    @staticmethod
+    def of(step: int, seconds: float, phases: dict[str, float]) -> Timed:
+        """What was timed, without what came before the step."""
+        before = sum(phases.pop(name, 0.0) for name in BEFORE)
+        return Timed(step, seconds - before, phases)
 
 
 class Phases(Protocol):
@@ -66,7 +76,7 @@ class HostPhases:
             for name, before, after in zip(PHASES, self._spent, spent, strict=True)
             if after > before
         }
-        self._timed.append(Timed(step, now - self._began, phases))
+        self._timed.append(Timed.of(step, now - self._began, phases))
         self._began, self._spent = now, spent
 
     def timed(self) -> Iterator[Timed]:
