@@ -34,7 +34,8 @@ def test_what_a_run_has_shown_is_in_the_next_plan(
     beyond = measured["step_time_s"] / plan["expected"]["step_time_s"] - 1
     assert measured["beyond_expected"]["step_time"] == pytest.approx(beyond, rel=1e-3)
     assert 0.1 < measured["peak_gib"] < 4
-    assert "plan   a step took" in first.stdout
+    told = next(line for line in first.stdout.splitlines() if line.startswith("prediction"))
+    assert f"a step {measured['step_time_s']:.3g} s, predicted" in told
     second = meshwright("train", *arguments, "run.dir=runs/b")
     assert second.returncode == 0, second.stderr
     again = plan_of(tmp_path / "runs/b")

@@ -60,8 +60,11 @@ def compare(
     holds = [(held, coordinates, record) for coordinates, record in ranks if (held := _held(record)) is not None]
     fullest = max(holds, key=lambda one: one[0], default=None)
     peak, coordinates, record = fullest if fullest is not None else (None, {}, None)
+    # What a run has written at its end is what its plan was compared with.
     written = number(measured.get("peak_gib"))
     peak = written * GIB if written is not None else peak
+    told = number(measured.get("step_time_s"))
+    step_s = told if told is not None else step_s
     stage = _stage(memory, coordinates.get("pp"))
     expected_peak = number(memory.get("peak_gib"))
     tokens = number(expected.get("tokens_per_s_per_gpu"))
@@ -95,7 +98,7 @@ def _idle_share(parts: Mapping[str, float]) -> float | None:
 def _held(record: RankRecord) -> float | None:
     """The most bytes that a rank has said it holds: of its GPU, else of its process."""
     found = [numbers_of(line.get("memory")) for line in record.steps]
-    for name in ("peak", "reserved", "rss"):
+    for name in ("held", "peak", "reserved", "rss"):
         sizes = [one[name] for one in found if name in one]
         if sizes:
             return max(sizes)

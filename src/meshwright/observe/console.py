@@ -79,9 +79,12 @@ class Console(Hook):
             self._say(f"this run is already at step {trainer.step}; raise train.steps to go on with it")
             return
         why = "finished" if trainer.finished else f"stopped at step {trainer.step} ({trainer.stop_reason})"
-        seconds = time.monotonic() - self.started
+        took = clock(time.monotonic() - self.started)
+        since = (
+            f"{took} after going on from step {before.step}" if (before := trainer.resumed_from) else f"after {took}"
+        )
         folder = trainer.job.folder
-        self._say(f"{why} after {clock(seconds)}; everything is in {folder.path}")
+        self._say(f"{why} {since}; everything is in {folder.path}")
         if trainer.finished:
             self._say(f'next: meshwright generate {shlex.quote(str(folder.path))} "your prompt"')
         else:

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 
 from meshwright.pulse import PHASES, Pulse
 
-
 BEFORE = ("start", "restore")
 """Phases before a first step, in which ranks wait for each other still."""
 

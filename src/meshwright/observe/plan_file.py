@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import sys
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
+from meshwright.observe.rank_memory import peak_memory
 from meshwright.planning.answer import candidate_json
 from meshwright.planning.corrections import observe
 from meshwright.planning.question import Candidate, estimate
@@ -86,9 +86,6 @@ class PlanFile(Hook):
                 observe(self.plain, step_s, peak)
             except OSError as error:
                 _tell(f"what this run has shown is not kept for later plans: {error}")
-            times = f"a step took {step_s:.3g} s, expected {self.expected.step_s:.3g} ({off['step_time']:+.0%})"
-            sizes = f"{peak / GIB:.2f} GiB, expected {self.expected.memory.peak / GIB:.2f} ({off['peak']:+.0%})"
-            print(f"plan   {times}; at the peak {sizes}", flush=True)
         self._write(trainer)
 
     def _write(self, trainer: TrainingLoop) -> None:
@@ -103,12 +100,3 @@ class PlanFile(Hook):
 def _tell(text: str) -> None:
     """A plan is no reason to end a training."""
     print(f"meshwright: {text}", file=sys.stderr, flush=True)
-
-
-def peak_memory(device: torch.device) -> float:
-    """Bytes that this process held at most: on a GPU what torch has reserved, with the driver's own share."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        beside = total - free - torch.cuda.memory_reserved(device)
-        return float(torch.cuda.max_memory_reserved(device) + max(0, beside))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -23,17 +23,27 @@ class RankMemory:
         self._device = device
         # The process of who opens it: one that was forked later must open it again.
         self._statm: int | None = None
+        self._beside: int | None = None
+        """Asked for once: the driver takes its time."""
         with suppress(OSError):
             self._statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def now(self) -> dict[str, int]:
-        """Bytes of this process in host memory; on a GPU also what tensors use, what torch keeps, the most so far."""
+        """Bytes of this process in host memory; on a GPU also what tensors use and what torch keeps, the most that
+        tensors have used so far, and the most that was held of the GPU in all."""
         found = {"rss": self._resident()}
         if self._device.type == "cuda":
             # One call: each of torch's single numbers would make them all.
             stats = torch.cuda.memory_stats_as_nested_dict(self._device)
             allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
-            found |= {"allocated": allocated["current"], "reserved": reserved["current"], "peak": allocated["peak"]}
+            if self._beside is None:
+                self._beside = beside_torch(self._device)
+            found |= {
+                "allocated": allocated["current"],
+                "reserved": reserved["current"],
+                "peak": allocated["peak"],
+                "held": reserved["peak"] + self._beside,
+            }
         return found
 
     def _resident(self) -> int:
@@ -47,6 +57,19 @@ class RankMemory:
         if self._statm is not None:
             os.close(self._statm)
             self._statm = None
+
+
+def beside_torch(device: torch.device) -> int:
+    """Bytes of a GPU that torch does not manage: the driver's share, and libraries'."""
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device))
+
+
+def peak_memory(device: torch.device) -> float:
+    """Bytes that this process held at most: on a GPU what torch has reserved, with the driver's own share."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_reserved(device) + beside_torch(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def parameter_bytes(model: nn.Module) -> int:

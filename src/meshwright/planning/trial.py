@@ -20,7 +20,7 @@ from meshwright.elastic.failure import RankError
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
 from meshwright.launch.local import run_ranks
-from meshwright.observe.plan_file import peak_memory
+from meshwright.observe.rank_memory import peak_memory
 from meshwright.parallel.world import World
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
