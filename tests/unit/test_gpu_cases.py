@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ from types import ModuleType
 import pytest
 from benchmarks.gpu_rows import read_rows, scenario_of, write_rows
 
+from meshwright.cli import bench
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.memory import memory_of
 from meshwright.strategy import Strategy
@@ -77,3 +80,15 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.csv", rows, ["when, with what", "how"])
     assert (tmp_path / "rows.csv").read_text().startswith("# when, with what\n# how\nmodel,step_ms\n")
     assert read_rows(tmp_path / "rows.csv") == rows
+
+
+def test_every_part_of_the_speed_script_is_a_command_that_bench_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    parts = importlib.import_module("gpu_speed").PARTS
+    monkeypatch.delitem(sys.modules, "gpu_speed")
+    for name, part in parts.items():
+        parser = argparse.ArgumentParser()
+        bench.describe_step(parser)
+        entries = bench.entries_of(parser.parse_args(shlex.split(part.arguments)))
+        assert entries, name
+        assert len({entry.contender.name for entry in entries}) == len(entries) >= (1 if name == "small" else 2), name

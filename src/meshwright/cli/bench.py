@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from meshwright.bench.roofline import Ceilings
+    from meshwright.bench.run import Entry
     from meshwright.bench.trial import Trial
 
 _PLAIN_WIDTH = 160
@@ -25,7 +26,8 @@ PRECISIONS = ("bf16", "float32")
 RECOMPUTE = ("none", "selective", "full")
 
 
-def _describe_step(parser: argparse.ArgumentParser) -> None:
+def describe_step(parser: argparse.ArgumentParser) -> None:
+    """What `meshwright bench step` takes."""
     parser.add_argument("--model", metavar="PRESET", help="a preset's name; settings of model.spec change its shape")
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sequence (default: up to 4096)")
     parser.add_argument(
@@ -68,20 +70,12 @@ def _describe_step(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(args: argparse.Namespace) -> int:
-    from meshwright.bench.contenders import CONTENDERS, OURS, chosen
-    from meshwright.bench.run import Entry, run_all
+    from meshwright.bench.run import run_all
     from meshwright.bench.table import Report, rows_of, show
     from meshwright.torch_support import require_torch
 
-    names = None if args.contenders is None else args.contenders.split(",")
-    contenders = chosen(names)
-    if args.baseline not in CONTENDERS:
-        raise UserError(f"--baseline={args.baseline} is no contender; they are {', '.join(CONTENDERS)}")
-    trials = _trials(args)
-    entries = [Entry(one, trials) for one in contenders]
-    for name, settings in _variants(args.variant):
-        entries.append(Entry(CONTENDERS[OURS].variant(name, shlex.join(settings)), _trials(args, settings)))
-    contenders = [one.contender for one in entries]
+    entries = entries_of(args)
+    contenders, trials = [one.contender for one in entries], entries[0].trials
     require_torch()
     found = run_all([one for one in entries if one.contender.missing() is None], args.repeats, args.limit, say=_say)
     ceilings, no_ceilings = _ceilings(trials[0], args.limit)
@@ -93,11 +87,26 @@ def _step(args: argparse.Namespace) -> int:
 
     width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", _PLAIN_WIDTH))
     show(report, Console(width=width, highlight=False))
-    asked_for = names is not None
+    asked_for = args.contenders is not None
     failed = [
         row for row in report.best() if row.trouble is not None and (asked_for or row.trouble.startswith("failed: "))
     ]
     return 1 if failed else 0
+
+
+def entries_of(args: argparse.Namespace) -> list[Entry]:
+    """Who is compared, each with its trials; refused before a process starts."""
+    from meshwright.bench.contenders import CONTENDERS, OURS, chosen
+    from meshwright.bench.run import Entry
+
+    contenders = chosen(None if args.contenders is None else args.contenders.split(","))
+    if args.baseline not in CONTENDERS:
+        raise UserError(f"--baseline={args.baseline} is no contender; they are {', '.join(CONTENDERS)}")
+    trials = _trials(args)
+    entries = [Entry(one, trials) for one in contenders]
+    for name, settings in _variants(args.variant):
+        entries.append(Entry(CONTENDERS[OURS].variant(name, shlex.join(settings)), _trials(args, settings)))
+    return entries
 
 
 def _variants(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -169,7 +178,5 @@ def _say(line: str) -> None:
 
 
 ACTIONS = {
-    "step": Action(
-        "one training step: ms, tokens/s, MFU, memory, time to first step; the floor", _describe_step, _step
-    ),
+    "step": Action("one training step: ms, tokens/s, MFU, memory, time to first step; the floor", describe_step, _step),
 }
