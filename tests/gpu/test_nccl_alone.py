@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.comm.transfers import is_staged
 from meshwright.models.initialize import build
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.parallelize import parallelize
@@ -23,7 +24,6 @@ from meshwright.parallel.torch_releases import (
     group_of,
     reduce_scatter_into,
 )
-from meshwright.parallel.transfers import is_staged
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.torch_private import forget_meshes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.parallel.transfers import exchange, is_staged, receive, send
+from meshwright.comm.transfers import exchange, is_staged, receive, send
 from meshwright.parallel.world import World
 from meshwright.verify.pool import RankPool
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import transfers
+from meshwright.comm import transfers
+from meshwright.comm.transfers import Message, exchange, must_stage, receive, send
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.torch_releases import group_of
-from meshwright.parallel.transfers import Message, exchange, must_stage, receive, send
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.torch_private import resolve_group

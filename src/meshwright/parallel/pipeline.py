@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.comm.transfers import Message, receive, send
 from meshwright.parallel.spans import Spans
-from meshwright.parallel.transfers import Message, receive, send
 from meshwright.pulse import Pulse
 from meshwright.schedules import Action, Program, Transfer, forward_program, make_program, splits_backward
 from meshwright.torch_private import backward_to_input, backward_to_weights, fold_gradients

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm.transfers import Message, exchange
 from meshwright.context_layout import ContextLayout
 from meshwright.parallel.attention_blocks import attend_block, attend_block_backward
-from meshwright.parallel.transfers import Message, exchange
 from meshwright.torch_private import resolve_group
 
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.comm.transfers import receive, send
 from meshwright.models.decoder import Decoder
 from meshwright.models.parts import local_of
-from meshwright.parallel.transfers import receive, send
 
 
 def keep_stages(model: Decoder, layers: Sequence[range], stages: Sequence[int]) -> None:

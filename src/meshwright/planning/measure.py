@@ -16,10 +16,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.comm.transfers import exchange
 from meshwright.models.decoder import Decoder
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.torch_releases import all_gather_into, reduce_scatter_into
-from meshwright.parallel.transfers import exchange
 from meshwright.parallel.world import World
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

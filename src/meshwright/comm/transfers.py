@@ -22,7 +22,7 @@ class Message:
     works: Sequence[dist.Work]
     held: tuple[Tensor, ...]
     """The memory that is read or written meanwhile."""
-    arrival: tuple[Tensor, Tensor] | None = None
+    arrivals: Sequence[tuple[Tensor, Tensor]] = ()
     """Where it arrives in host memory, and where that goes then."""
 
     def wait(self) -> None:
@@ -31,15 +31,14 @@ class Message:
             work.wait()
         # gloo would wait for another message.
         self.works = ()
-        if self.arrival is not None:
-            host, target = self.arrival
+        for host, target in self.arrivals:
             # gloo has written all of it by now. The allocator of pinned memory keeps it until the copy is done.
             target.copy_(host, non_blocking=True)
-            self.arrival = None
+        self.arrivals = ()
 
     def is_completed(self) -> bool:
         """Whether the backend says that it is through; gloo does not before somebody waits."""
-        return self.arrival is None and all(work.is_completed() for work in self.works)
+        return not self.arrivals and all(work.is_completed() for work in self.works)
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> Message:
@@ -52,20 +51,31 @@ def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> Message:
 
 def receive(tensor: Tensor, group: dist.ProcessGroup, origin: int) -> Message:
     """Begin to receive from a rank of the group; after `wait` it is in the tensor."""
-    held, arrival = _incoming(tensor, group)
+    held, arrivals = _incoming(tensor, group)
     work = dist.irecv(held, group=group, group_src=origin)
     assert work is not None
-    return Message([work], (held,), arrival)
+    return Message([work], (held,), arrivals)
 
 
 def exchange(outgoing: Tensor, to: int, incoming: Tensor, origin: int, group: dist.ProcessGroup) -> Message:
     """Begin to send to one rank of the group and to receive from another; all ranks of the group do so."""
-    sent, (held, arrival) = _outgoing(outgoing, group), _incoming(incoming, group)
-    operations = [
-        dist.P2POp(dist.isend, sent, group=group, group_peer=to),
-        dist.P2POp(dist.irecv, held, group=group, group_peer=origin),
-    ]
-    return Message(dist.batch_isend_irecv(operations), (sent, held), arrival)
+    return together([(outgoing, to)], [(incoming, origin)], group)
+
+
+def together(
+    outgoing: Sequence[tuple[Tensor, int]], incoming: Sequence[tuple[Tensor, int]], group: dist.ProcessGroup
+) -> Message:
+    """Begin to send to some ranks of the group and to receive from others, all at once."""
+    operations, held, arrivals = [], [], []
+    for tensor, to in outgoing:
+        held.append(_outgoing(tensor, group))
+        operations.append(dist.P2POp(dist.isend, held[-1], group=group, group_peer=to))
+    for tensor, origin in incoming:
+        where, later = _incoming(tensor, group)
+        held.append(where)
+        arrivals += later
+        operations.append(dist.P2POp(dist.irecv, where, group=group, group_peer=origin))
+    return Message(dist.batch_isend_irecv(operations) if operations else [], tuple(held), arrivals)
 
 
 def must_stage(backends: str, device_type: str) -> bool:
@@ -87,12 +97,12 @@ def _outgoing(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _host_memory(tensor).copy_(tensor)
 
 
-def _incoming(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+def _incoming(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
     """What the backend writes, and from where to where it is copied then."""
     if not is_staged(tensor, group):
-        return tensor, None
+        return tensor, []
     host = _host_memory(tensor)
-    return host, (host, tensor)
+    return host, [(host, tensor)]
 
 
 def _host_memory(tensor: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""All-reduce over messages from rank to rank, by one of the algorithms: for study, and where a backend has no good one.
+
+Sums are made in the tensor's own dtype, in the order of the algorithm: like a backend's, they differ from those of
+another order in their last bits. All ranks get the same bits, since each sum is made once and then copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.algorithms import ALGORITHMS, Nodes
+from meshwright.comm.rounds import Round
+from meshwright.comm.transfers import together
+
+
+@dataclass
+class Sent:
+    """What a rank has sent."""
+
+    bytes: int = 0
+    messages: int = 0
+
+
+def all_reduce(
+    tensor: Tensor, algorithm: str = "ring", group: dist.ProcessGroup | None = None, nodes: Nodes = ()
+) -> Sent:
+    """Put the sum over the ranks of a group in the place of each one's tensor; gives what this rank has sent."""
+    group = group or dist.group.WORLD
+    assert group is not None
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
+    rounds = ALGORITHMS[algorithm](group.rank(), group.size(), flat.numel(), nodes)
+    sent = run_rounds(flat, rounds, group)
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))
+    return sent
+
+
+def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> Sent:
+    """Do what a rank has to do, on its numbers in one row."""
+    sent = Sent()
+    room: dict[int, Tensor] = {}
+    for one in rounds:
+        arrivals = []
+        for place, taken in enumerate(one.receives):
+            target = flat[taken.span.start : taken.span.stop]
+            arrivals.append(_room(room, place, target) if taken.adds else target)
+        message = together(
+            [(flat[given.span.start : given.span.stop], given.to) for given in one.sends],
+            [(arrival, taken.origin) for arrival, taken in zip(arrivals, one.receives, strict=True)],
+            group,
+        )
+        message.wait()
+        for arrival, taken in zip(arrivals, one.receives, strict=True):
+            if taken.adds:
+                flat[taken.span.start : taken.span.stop].add_(arrival)
+        sent.bytes += sum(given.span.length for given in one.sends) * flat.element_size()
+        sent.messages += len(one.sends)
+    return sent
+
+
+def _room(room: dict[int, Tensor], place: int, target: Tensor) -> Tensor:
+    """Memory for what arrives to be added, used again from round to round."""
+    if place not in room or room[place].numel() < target.numel():
+        room[place] = torch.empty_like(target)
+    return room[place][: target.numel()]
