@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.comm.bandwidth import bus_factor
 from meshwright.observe.breakdown import Interval, Step, break_down, intersect, subtract, total, union
-from meshwright.observe.collective_rows import Collective, bus_factor, human_bytes, rows, size_class
+from meshwright.observe.collective_rows import Collective, human_bytes, rows, size_class
 
 PHASES = [("data", 0.0), ("forward", 1.0), ("backward", 4.0), ("reduce", 8.0), ("optimizer", 9.0)]
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.cli import bench_comm
 from meshwright.cli.main import Action
 from meshwright.errors import ConfigError, UserError
 
@@ -178,5 +179,6 @@ def _say(line: str) -> None:
 
 
 ACTIONS = {
+    "comm": Action("collectives over all ranks or over a strategy's axes", bench_comm.describe, bench_comm.run),
     "step": Action("one training step: ms, tokens/s, MFU, memory, time to first step; the floor", describe_step, _step),
 }

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.comm.bandwidth import bus_factor
+
 
 @dataclass(frozen=True)
 class Collective:
@@ -57,16 +59,6 @@ def rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
             }
         )
     return table
-
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """What a link carries of the bytes of a collective over so many ranks, as nccl-tests counts it."""
-    if ranks < 2:
-        return 1.0
-    share = (ranks - 1) / ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(
-        operation, 1.0
-    )
 
 
 def size_class(count: int) -> str:

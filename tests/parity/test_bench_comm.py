@@ -1,0 +1,58 @@
+"""Collectives that are measured are checked: all right on real ranks, and wrong ones are seen."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.bench.collectives import OPERATIONS
+from meshwright.bench.comm import DTYPES, Asked, measure
+from meshwright.parallel.world import World
+from meshwright.verify.pool import RankPool
+
+
+def count_wrong(world: World, count: int, spoil: bool) -> dict[str, int]:
+    """Wrong elements of all operations and dtypes, over all ranks; `spoil` lets the last rank put in another number."""
+    found = {}
+    assert dist.group.WORLD is not None
+    for name, kind in OPERATIONS.items():
+        for dtype in DTYPES.values():
+            one = kind(count, dtype, world.device, dist.group.WORLD)
+            if spoil and world.rank == world.size - 1:
+                one.given[0] += 1
+            wrong = torch.tensor([float(one.wrong())])
+            found[f"{name} {dtype}"] = int(world.sum(wrong))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_right_results_are_right(ranks: int, pool: RankPool) -> None:
+    for found in pool.run(count_wrong, ranks, 12 * ranks, False):
+        assert found == dict.fromkeys(found, 0)
+
+
+def test_a_wrong_number_is_seen(pool: RankPool) -> None:
+    (found, *_) = pool.run(count_wrong, 3, 36, True)
+    # The first one's is broadcast.
+    assert all(wrong > 0 for name, wrong in found.items() if not name.startswith("broadcast"))
+
+
+def rows_of(world: World, asked: Asked, path: str) -> None:
+    measure(asked, path, world)
+
+
+def test_every_axis_is_measured_in_its_groups(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("comm") / "rows.json"
+    asked = Asked(("all_reduce", "all_to_all"), (8, 4096), "dp=2 tp=2", calls=2, warm_up=1)
+    pool.run(rows_of, 4, asked, str(path))
+    rows = json.loads(path.read_text())
+    assert [(row["operation"], row["axis"], row["ranks"], row["groups"], row["bytes"]) for row in rows] == [
+        (operation, axis, 2, 2, size)
+        for operation in ("all_reduce", "all_to_all")
+        for axis in ("tp", "dp")
+        for size in (8, 4096)
+    ]
+    assert all(row["seconds"] > 0 and row["wrong"] == 0 for row in rows)
