@@ -1,4 +1,4 @@
-"""At the end of a run: report.html in its folder, and what came of it in five lines on the console."""
+"""At the end of a run: report.html in its folder, and what came of it in a few lines on the console."""
 
 from __future__ import annotations
 

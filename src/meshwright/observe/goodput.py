@@ -51,7 +51,7 @@ GOES_ON = ("machines come or go", "another strategy is expected to be faster")
 
 Line = Mapping[str, Any]
 
-_BESIDE = ("evaluate", "checkpoint", "hooks")
+BESIDE = ("evaluate", "checkpoint", "hooks")
 """Parts of a rank's line that come after the update, and are no part of `step_s`."""
 _AFTER_THE_STEP = ("evaluate", "stage", "write", "commit", "retention", "hooks", "end")
 """Phases of a step whose update is made."""
@@ -296,5 +296,5 @@ def _split_progress(parts: dict[str, float], metrics: Sequence[Line], ranks: Map
 
 def _share(part: str, lines: Sequence[_RankStep]) -> float:
     """The share of a part in the time of steps, without what comes after the update."""
-    total = sum(line.seconds - sum(line.parts.get(name, 0.0) for name in _BESIDE) for line in lines)
+    total = sum(line.seconds - sum(line.parts.get(name, 0.0) for name in BESIDE) for line in lines)
     return min(1.0, sum(line.parts.get(part, 0.0) for line in lines) / total) if total > 0 else 0.0
