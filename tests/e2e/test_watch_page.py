@@ -305,6 +305,7 @@ def test_waiting_is_apart_from_the_passes_and_where_it_cannot_be_that_is_said(
     card = page.locator("#breakdown")
     expect(card.locator(".head")).to_contain_text("no step was profiled: waiting for other ranks is in the passes")
     expect(card.locator(".legend")).to_contain_text("forward with waiting")
+    expect(card.locator("[data-bar='rank 0'] .part-forward title")).to_contain_text("forward with waiting")
     expect(page.locator("#efficiency")).to_be_hidden()
 
 

@@ -74,7 +74,7 @@ export class Breakdown {
       const drawn = shape("g", { "data-bar": bar.label });
       for (const part of ORDER.filter((name) => bar.parts[name] > 0)) {
         const wide = Math.max(0.3, x(from + bar.parts[part]) - x(from));
-        drawn.append(drawPart(part, bar.parts[part], { x: x(from), y, width: wide, height: tall }));
+        drawn.append(drawPart(part, `${this.called(part)} ${seconds(bar.parts[part])}`, { x: x(from), y, width: wide, height: tall }));
         from += bar.parts[part];
       }
       const labelled = tall > 12 || place === 0 || place % 4 === (bars[0].label === "plan" ? 1 : 0);
@@ -118,7 +118,7 @@ export class Breakdown {
     const names = this.names();
     return {
       columns: ["rank", ...names.map((part) => this.called(part)), "in all"],
-      rows: this.bars.map((bar) => [bar.label, ...names.map((part) => (bar.parts[part] ? seconds(bar.parts[part]) : "")), seconds(total(bar))]),
+      rows: this.bars.map((bar) => [bar.label.replace(" ", "\u00a0"), ...names.map((part) => (bar.parts[part] ? seconds(bar.parts[part]) : "")), seconds(total(bar))]),
     };
   }
 }

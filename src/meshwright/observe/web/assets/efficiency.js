@@ -123,10 +123,11 @@ export class EfficiencyCard {
   table() {
     const judged = (share) => (this.reaches(share) ? "reached" : "below");
     return {
-      columns: ["", "computing", "exposed communication", "efficiency", `goal ${percent(this.goal, 0)}`],
+      columns: ["", "efficiency", `goal ${percent(this.goal, 0)}`, "computing", "exposed communication"],
+      optional: [3, 4],
       rows: [
-        ["run", "", "", percent(this.run.efficiency.share), judged(this.run.efficiency.share)],
-        ...this.ranks.map(({ rank, efficiency: { compute, exposed, share } }) => [`rank ${rank}`, seconds(compute), seconds(exposed), percent(share), judged(share)]),
+        ["run", percent(this.run.efficiency.share), judged(this.run.efficiency.share), "", ""],
+        ...this.ranks.map(({ rank, efficiency: { compute, exposed, share } }) => [`rank\u00a0${rank}`, percent(share), judged(share), seconds(compute), seconds(exposed)]),
       ],
     };
   }

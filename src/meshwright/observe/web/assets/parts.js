@@ -2,7 +2,6 @@
 // waiting and what only plans tell apart have a texture besides, so that none depends on colours alone.
 
 import { element, shape } from "./draw.js";
-import { seconds } from "./format.js";
 
 export const PARTS = {
   data: { label: "data", texture: null },
@@ -43,10 +42,10 @@ function makeTextures() {
 makeTextures();
 
 // A part of a bar, with its name in it where there is room.
-export function drawPart(part, value, { x, y, width, height }) {
+export function drawPart(part, title, { x, y, width, height }) {
   const { label, short = label, texture } = PARTS[part];
   const box = { x, y, width, height };
-  const drawn = shape("g", { class: `part part-${part}` }, shape("title", {}, `${label} ${seconds(value)}`), shape("rect", box));
+  const drawn = shape("g", { class: `part part-${part}` }, shape("title", {}, title), shape("rect", box));
   if (texture) drawn.append(shape("rect", { ...box, fill: `url(#texture-${texture})` }));
   if (height > 12 && width > 6.2 * short.length + 8) {
     drawn.append(shape("text", { x: x + width / 2, y: y + height / 2 + 3.5, "text-anchor": "middle", "aria-hidden": "true" }, short));
