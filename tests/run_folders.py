@@ -181,8 +181,10 @@ def _step_line(
         "memory": {"rss": (2.6 + 0.15 * math.sin(rank)) * GIB},
     }
     if profiled:
-        line |= {"profiled": True, "communication": {"exposed": 0.12 * seconds, "overlapped": 0.08 * seconds}}
-        line |= {"bubble": 0.15 * seconds, "compute": 0.6 * seconds, "idle": 0.13 * seconds}
+        exposed, bubble = line["parts"]["communication"], line["parts"]["bubble"]
+        line |= {"profiled": True, "communication": {"exposed": exposed, "overlapped": 0.08 * seconds}}
+        line |= {"bubble": bubble, "compute": (0.3 if rank % 8 == 5 else 0.6) * seconds, "idle": 0.13 * seconds}
+        line |= {"exposed_in": {"backward": exposed}, "bubble_in": {"forward": bubble}}
     return line
 
 

@@ -328,7 +328,12 @@ def test_save_that_fails_at_the_end_is_not_called_finished(
     assert result.returncode == 2
     assert "missing" in result.stderr
     assert "finished" not in result.stdout
-    assert [event["event"] for event in events(small_disk / "a")] == ["started", "checkpoint_failed", "failed"]
+    assert [event["event"] for event in events(small_disk / "a")] == [
+        "started",
+        "checkpoint_failed",
+        "failed",
+        "gave_up",
+    ]
 
 
 def test_disk_that_fills_during_training_is_told_without_a_traceback(

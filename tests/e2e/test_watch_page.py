@@ -211,12 +211,13 @@ def test_everything_can_be_done_with_the_keyboard(large: str, opened: Open) -> N
         if reached[-1][0] == "events":
             break
     pictures = [section for section, tag in reached if tag == "svg"]
-    assert pictures == ["loss", "throughput", "mesh", "breakdown", "other", "pipeline"]
+    assert pictures == ["loss", "throughput", "mesh", "breakdown", "efficiency", "other", "pipeline"]
     for section, key, words in (
         ("loss", "ArrowLeft", "step 12"),
         ("throughput", "Home", "step 1,"),
         ("mesh", "ArrowRight", "rank 0 (pp 0, dp 0, tp 0)"),
         ("breakdown", "ArrowDown", "the plan"),
+        ("efficiency", "ArrowDown", "the run: "),
         ("pipeline", "ArrowRight", "predicted: stage 0, forward of micro-batch 0"),
     ):
         page.locator(f"#{section} svg[role=img]").focus()
@@ -232,13 +233,96 @@ def test_every_picture_has_a_name_a_description_and_its_numbers(large: str, open
     page, _ = opened(large)
     expect(page.locator("#pipeline rect.pass")).not_to_have_count(0)
     pictures = page.locator("svg[role=img]")
-    assert pictures.count() == 7
+    assert pictures.count() == 8
     for picture in pictures.all():
         assert picture.locator("title").first.text_content()
         assert picture.locator("desc").text_content()
     for details in page.locator("details").all():
         details.locator("summary").click()
         expect(details.locator("tbody tr")).not_to_have_count(0)
+
+
+def test_a_trained_run_has_the_same_figures_on_the_page_as_on_a_terminal(
+    tmp_path: Path, tiny_run: list[str], meshwright: Callable[..., Any], opened: Open
+) -> None:
+    split = ["--nproc", "2", "parallel.strategy=dp=2"]
+    result = meshwright("train", *tiny_run, *split, "run.dir=run", "train.steps=60", "observe.profile_every=20")
+    assert result.returncode == 0, result.stderr
+    printed = dict(re.findall(r"^(tokens/s|computing) +([\d.,]+)", result.stdout, re.MULTILINE))
+    once = meshwright("watch", "run", "--once").stdout
+    assert re.search(rf"^tokens/s +{printed['tokens/s']} .*mean of 50 steps", once, re.MULTILINE)
+    computing = re.search(r"^computing +(\d+)%", once, re.MULTILINE)
+    assert computing is not None
+    assert abs(float(computing[1]) - float(printed["computing"])) < 0.56, "but for rounding the same"
+    page, _ = opened((tmp_path / "run/report.html").as_uri())
+    figure = page.locator("#figures .figure")
+    tokens = figure.filter(has_text="tokens/s").locator(".value")
+    cell = page.locator("#memory tbody tr", has_text="tokens/s").locator("td").nth(2)
+    expect(tokens).to_have_text(cell.text_content() or "no figure")
+    if float(printed["tokens/s"].replace(",", "")) < 10_000:
+        expect(tokens).to_have_text(printed["tokens/s"])
+    expect(figure.filter(has_text="tokens/s")).to_contain_text("mean of 50 steps")
+    expect(figure.filter(has_text="computation efficiency").locator(".value")).to_have_text(
+        f"{printed['computing']}\u00a0%"
+    )
+    expect(page.locator("#efficiency [data-bar]")).to_have_count(3)
+    expect(page.locator("#breakdown [data-bar='rank 0'] .part-communication")).to_have_count(1)
+
+
+def test_computing_is_shown_for_each_rank_beside_its_goal(large: str, opened: Open) -> None:
+    page, _ = opened(large)
+    card = page.locator("#efficiency")
+    expect(card.locator("[data-bar]")).to_have_count(33)
+    # A rank in eight computes half as long as the others.
+    expect(card.locator("[data-bar].below")).to_have_count(4)
+    expect(card.locator("[data-bar].below text", has_text="below")).to_have_count(4)
+    expect(card.locator("line.goal")).to_have_count(1)
+    expect(card.locator("text", has_text="goal 80")).to_be_visible()
+    expect(card).to_contain_text("a run should reach 80")
+    description = card.locator("desc").text_content() or ""
+    assert re.search(r"The run: 8\d\.\d.%, reaches the goal of 80.%\. Below it: ranks 5, 13, 21, 29\.", description)
+    card.locator("summary").click()
+    row = card.locator("tbody tr", has_text="rank 13")
+    expect(row).to_contain_text("below")
+    tile = page.locator("#figures .figure", has_text="computation efficiency")
+    expect(tile).to_contain_text("goal 80")
+    mark, bar = tile.locator(".goal").bounding_box(), tile.locator(".meter").bounding_box()
+    assert mark is not None
+    assert bar is not None
+    assert (mark["x"] + mark["width"] / 2 - bar["x"]) / bar["width"] == pytest.approx(0.8, abs=0.02)
+
+
+def test_waiting_is_apart_from_the_passes_and_where_it_cannot_be_that_is_said(
+    large: str, tmp_path: Path, served: Callable[..., str], opened: Open
+) -> None:
+    page, _ = opened(large)
+    card = page.locator("#breakdown")
+    expect(card.locator("[data-bar='rank 3'] .part-communication")).to_have_count(1)
+    expect(card.locator("[data-bar='rank 3'] .part-bubble")).to_have_count(1)
+    expect(card.locator(".head")).to_contain_text("waiting as in profiled step 100")
+    expect(card.locator(".legend")).to_contain_text("exposed communication")
+    page, _ = opened(served(write_run(tmp_path / "run", "dp=2 pp=2", steps=20)))
+    card = page.locator("#breakdown")
+    expect(card.locator(".head")).to_contain_text("no step was profiled: waiting for other ranks is in the passes")
+    expect(card.locator(".legend")).to_contain_text("forward with waiting")
+    expect(card.locator("[data-bar='rank 0'] .part-forward title")).to_contain_text("forward with waiting")
+    expect(page.locator("#efficiency")).to_be_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_part_of_a_step_has_its_own_look_and_its_name(large: str, opened: Open, scheme: str) -> None:
+    page, _ = opened(large, color_scheme=scheme)
+    card = page.locator("#breakdown")
+    expect(card.locator("[data-bar]")).to_have_count(33)
+    looks = "keys => keys.map(key => getComputedStyle(key).getPropertyValue('--part') && getComputedStyle(key).fill)"
+    colours = card.locator(".legend [class*=part-]").evaluate_all(looks)
+    assert len(colours) == len(set(colours)) == 11
+    assert all(re.match(r"rgb\(|#", colour) for colour in colours)
+    drawn = card.locator("[data-bar='rank 0'] .part-forward")
+    assert drawn.evaluate("key => getComputedStyle(key.querySelector('rect')).fill") in colours
+    assert re.match(r"forward \d+", drawn.locator("title").text_content() or "")
+    hatched = card.locator("[data-bar='rank 0'] .part-communication rect").nth(1)
+    expect(hatched).to_have_attribute("fill", re.compile(r"^url\(#texture-"))
 
 
 def test_the_cursor_tells_values_and_events(large: str, opened: Open) -> None:

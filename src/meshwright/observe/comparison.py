@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 from meshwright.observe.curves import Curves, number
@@ -13,7 +12,6 @@ from meshwright.observe.tail import Line
 
 GIB = 2.0**30
 STATES = ("parameters", "gradients", "optimizer")
-IDLE_STEPS = 50
 
 
 @dataclass(frozen=True)
@@ -69,18 +67,14 @@ def compare(
     expected_peak = number(memory.get("peak_gib"))
     tokens = number(expected.get("tokens_per_s_per_gpu"))
     gpus = number(expected.get("gpus"))
-    recent = curves.recent("tokens_per_s", IDLE_STEPS)
-    idle = curves.recent("pipeline_idle", IDLE_STEPS)
     parts = numbers_of(expected.get("step_time"))
-    simulated = curves.recent("pipeline_idle_predicted", IDLE_STEPS)
     waits = _idle_share(parts)
-    if waits is None and simulated:
-        waits = fmean(simulated)
+    waits = curves.mean("pipeline_idle_predicted") if waits is None else waits
     return Comparison(
         step_time=Pair("step time", "s", number(expected.get("step_time_s")), step_s),
         peak_memory=Pair("peak memory", "B", _bytes(expected_peak), peak),
-        tokens=Pair("tokens/s", "", tokens * gpus if tokens and gpus else None, fmean(recent) if recent else None),
-        bubble=Pair("pipeline bubble", "share", waits, fmean(idle) if idle else None),
+        tokens=Pair("tokens/s", "", tokens * gpus if tokens and gpus else None, curves.mean("tokens_per_s")),
+        bubble=Pair("pipeline bubble", "share", waits, curves.mean("pipeline_idle")),
         memory=_kinds(numbers_of(stage.get("terms")), record, peak),
         fullest=record.rank if record is not None else None,
         capacity=_bytes(number(stage.get("capacity_gib"))),

@@ -6,6 +6,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 SERIES = (
@@ -26,6 +27,8 @@ SERIES = (
     "spike_score",
 )
 _KNOWN = frozenset(SERIES)
+RECENT_STEPS = 50
+"""How many of the last steps stand for how fast a run is now."""
 
 
 def number(value: object) -> float | None:
@@ -113,9 +116,18 @@ class Curves:
         kept = kept_places(curve.values, most)
         return [curve.steps[place] for place in kept], [curve.values[place] for place in kept]
 
-    def recent(self, name: str, count: int) -> list[float]:
+    def recent(self, name: str, count: int = RECENT_STEPS) -> list[float]:
         """The last values of a metric, at most that many."""
         return list(self._of(name).values[-count:])
+
+    def mean(self, name: str) -> float | None:
+        """The mean of the last steps that have the metric: what every display calls its speed."""
+        recent = self.recent(name)
+        return fmean(recent) if recent else None
+
+    def averaged(self, name: str) -> int:
+        """Over how many steps `mean` goes: RECENT_STEPS, or fewer in a young run."""
+        return len(self.recent(name))
 
     def last(self, name: str) -> float | None:
         """The newest value, of whichever step had one."""

@@ -8,20 +8,23 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.observe.curves import number
+from meshwright.observe.curves import RECENT_STEPS, number
+from meshwright.observe.efficiency import GOAL
 from meshwright.observe.event_words import plain, sentence
 from meshwright.observe.goodput import WORDS
 from meshwright.observe.rank_bar import bar, legend, scale, sparkline
+from meshwright.observe.rank_files import parts_of
+from meshwright.observe.rank_times import BESIDE
+from meshwright.observe.tail import Line
 from meshwright.observe.view import Rank, View
 
-GOAL = 0.8
-"""The share of computing in computing and exposed communication that a run should reach."""
 WAITING = ("communication", "bubble", "unattributed")
 """Parts of a step in which a rank does nothing of its own."""
 LEAST_EVENTS = 4
@@ -67,20 +70,9 @@ def size(count: float) -> str:
     return f"{count / 1024:.3g} KiB"
 
 
-def efficiency(view: View) -> float | None:
-    """Computing as a share of computing and exposed communication, over the newest profiled steps of all ranks."""
-    compute = exposed = 0.0
-    for rank in view.ranks:
-        line = rank.record.profiled or {}
-        compute += number(line.get("compute")) or 0.0
-        communication = line.get("communication")
-        exposed += (number(communication.get("exposed")) or 0.0) if isinstance(communication, dict) else 0.0
-    return compute / (compute + exposed) if compute > 0 else None
-
-
 def own_seconds(rank: Rank) -> float:
     """Seconds of a step that a rank spends on something of its own."""
-    return sum(seconds for name, seconds in rank.record.mean_parts().items() if name not in WAITING)
+    return sum(seconds for name, seconds in rank.record.split_parts().items() if name not in WAITING)
 
 
 def worst_first(ranks: list[Rank]) -> list[Rank]:
@@ -153,12 +145,13 @@ def _progress(view: View, width: int) -> Text:
 def _curves(view: View, width: int) -> list[Text]:
     found = []
     for name, title, form in (("loss", "loss", "{:.4f}"), ("tokens_per_s", "tokens/s", "{:,.0f}")):
-        last = view.curves.last(name)
-        head = f"{title:<9}{form.format(last) if last is not None else '-':>10}  "
+        value = view.curves.last(name) if name == "loss" else view.curves.mean(name)
+        head = f"{title:<9}{form.format(value) if value is not None else '-':>10}  "
         held_out = view.curves.last("eval_loss") if name == "loss" else None
         tail = f"  held-out {held_out:.4f}" if held_out is not None else ""
-        mfu = view.curves.last("mfu") if name == "tokens_per_s" else None
-        tail += f"  MFU {mfu:.1%}" if mfu is not None else ""
+        if name == "tokens_per_s" and value is not None:
+            mfu, steps = view.curves.mean("mfu"), f"of {view.curves.averaged(name)} steps"
+            tail += f"  mean {steps}" if mfu is None else f"  MFU {mfu:.1%}, means {steps}"
         values = [value for _, value in view.curves.points(name)]
         # The first steps would press all later ones into one line.
         values = values[len(values) // 20 :] if name == "loss" else values[1:] or values
@@ -173,8 +166,9 @@ def _shares(shown: Shown, width: int) -> list[Text]:
         words = ", ".join(f"{WORDS.get(name, name)} {share:.0%}" for name, share in rest[:6])
         whole = f"goodput   {shown.view.goodput.share:>9.0%}  of {clock(shown.view.goodput.wall_s)}"
         found.append(_line(Text(whole + (f"; {words}" if words else "")), width))
-    share = efficiency(shown.view)
-    if share is not None:
+    computing = shown.view.efficiency
+    if computing is not None:
+        share = computing.share
         style = "green" if share >= GOAL else "yellow"
         text = Text(f"computing {share:>9.0%}  ")
         text.append(scale(share, 20, GOAL), style)
@@ -202,9 +196,7 @@ def _table(view: View, count: int, width: int) -> list[RenderableType]:
     table.add_column("slow in", ratio=1, no_wrap=True, overflow="ellipsis")
     names: set[str] = set()
     for rank in chosen:
-        parts = rank.record.mean_parts()
-        # What profiled steps tell apart is shown of all: the newest one has it.
-        parts = _with_waits(parts, rank)
+        parts = rank.record.split_parts()
         names |= {name for name, seconds in parts.items() if seconds > 0}
         table.add_row(
             str(rank.rank),
@@ -218,35 +210,22 @@ def _table(view: View, count: int, width: int) -> list[RenderableType]:
     return [table, _line(legend(sorted(names)), width)]
 
 
-def _with_waits(parts: dict[str, float], rank: Rank) -> dict[str, float]:
-    """A step's parts with exposed communication and bubble taken out of the passes, as the newest profile has them."""
-    line = rank.record.profiled
-    if line is None or "communication" in parts or "bubble" in parts:
-        return parts
-    whole = number(line.get("seconds")) or 0.0
-    scale_ = sum(parts.values()) / whole if whole > 0 else 0.0
-    found = dict(parts)
-    for inside, name in (("exposed_in", "communication"), ("bubble_in", "bubble")):
-        told = line.get(inside)
-        for phase, seconds in told.items() if isinstance(told, dict) else ():
-            taken = min(found.get(phase, 0.0), (number(seconds) or 0.0) * scale_)
-            found[phase] = found.get(phase, 0.0) - taken
-            found[name] = found.get(name, 0.0) + taken
-    return found
-
-
 def _split(view: View, axis: str) -> bool:
     return any(rank.coordinates.get(axis) for rank in view.ranks)
 
 
 def _tokens(view: View, rank: Rank) -> str:
-    """A rank's share of the tokens, by what its own steps take."""
+    """A rank's share of the tokens, by what its own last steps take without what comes after the update."""
     pace, step_s = view.curves.last("tokens_per_s"), view.curves.last("step_s")
-    lines = list(rank.record.steps)[-20:]
-    seconds = [found for line in lines if (found := number(line.get("seconds")))]
-    if pace is None or step_s is None or not seconds or not view.world:
+    paces = [1 / seconds for line in list(rank.record.steps)[-RECENT_STEPS:] if (seconds := _until_updated(line)) > 0]
+    if pace is None or step_s is None or not paces or not view.world:
         return "-"
-    return f"{pace * step_s / view.world / (sum(seconds) / len(seconds)):,.0f}"
+    return f"{pace * step_s / view.world * fmean(paces):,.0f}"
+
+
+def _until_updated(line: Line) -> float:
+    parts = parts_of(line)
+    return (number(line.get("seconds")) or 0.0) - sum(parts.get(name, 0.0) for name in BESIDE)
 
 
 def _memory(rank: Rank) -> str:

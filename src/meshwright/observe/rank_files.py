@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.observe.curves import number
+from meshwright.observe.curves import RECENT_STEPS, number
 from meshwright.observe.rank_times import RankTimes
 from meshwright.observe.tail import Line, Tail
 
@@ -64,7 +64,7 @@ class RankRecord:
         """Its newest step line."""
         return self.steps[-1] if self.steps else None
 
-    def mean_parts(self, count: int = 20) -> dict[str, float]:
+    def mean_parts(self, count: int = RECENT_STEPS) -> dict[str, float]:
         """Seconds of a step by part: the mean over its newest steps, profiled ones left out where others are there."""
         recent = list(self.steps)[-count:]
         chosen = [line for line in recent if not line.get("profiled")] or recent
@@ -73,6 +73,35 @@ class RankRecord:
             for name, seconds in parts_of(line).items():
                 sums[name] = sums.get(name, 0.0) + seconds
         return {name: seconds / len(chosen) for name, seconds in sums.items()}
+
+    @property
+    def waits_of(self) -> int | None:
+        """The newest profiled step that says in which parts its waiting lies; None where there is none."""
+        line = self.profiled or {}
+        step = number(line.get("step"))
+        told = isinstance(line.get("exposed_in"), dict) or isinstance(line.get("bubble_in"), dict)
+        return int(step) if told and step is not None else None
+
+    def split_parts(self) -> dict[str, float]:
+        """As `mean_parts`, with exposed communication and bubble apart from the parts in which they lie.
+
+        Of a part they have the share that they had of it in the newest profiled step: whole seconds would not do, since
+        a step under the profiler takes longer. Without such a step all waiting stays where it is.
+        """
+        parts = self.mean_parts()
+        if self.waits_of is None or "communication" in parts or "bubble" in parts:
+            return parts
+        line = self.profiled or {}
+        exposed, bubble, rest = (numbers_of(line.get(name)) for name in ("exposed_in", "bubble_in", "parts"))
+        found = dict(parts)
+        for name, seconds in parts.items():
+            waits = {"communication": max(0.0, exposed.get(name, 0.0)), "bubble": max(0.0, bubble.get(name, 0.0))}
+            whole = max(0.0, rest.get(name, 0.0)) + sum(waits.values())
+            for wait, waited in waits.items():
+                if waited > 0:
+                    found[wait] = found.get(wait, 0.0) + seconds * (waited / whole)
+                    found[name] -= seconds * (waited / whole)
+        return found
 
 
 def parts_of(line: Line | None) -> dict[str, float]:

@@ -10,7 +10,7 @@ from meshwright.observe.curves import number
 
 Line = Mapping[str, Any]
 
-_BESIDE = ("evaluate", "checkpoint", "hooks")
+BESIDE = ("evaluate", "checkpoint", "hooks")
 """Parts of a rank's line that come after the update, and are no part of `step_s`."""
 
 
@@ -36,7 +36,7 @@ class Sums:
     @property
     def of_steps(self) -> float:
         """Without what comes after the update."""
-        return self.seconds - sum(self.parts.get(name, 0.0) for name in _BESIDE)
+        return self.seconds - sum(self.parts.get(name, 0.0) for name in BESIDE)
 
 
 class Undone(NamedTuple):

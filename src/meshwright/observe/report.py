@@ -1,16 +1,15 @@
-"""What came of a run in five lines: loss, tokens per second, use of the chip, time lost, how far the plan was off."""
+"""What came of a run in six lines: loss, speed, use of the chip, computing, time lost, how far the plan was off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
 from meshwright.observe.comparison import Pair
+from meshwright.observe.efficiency import GOAL
 from meshwright.observe.goodput import WORDS, Goodput
 from meshwright.observe.view import View
 
 GIB = 2.0**30
-RECENT = 50
-"""Steps over which speeds are averaged."""
 
 
 def summary(view: View) -> Iterator[str]:
@@ -18,10 +17,11 @@ def summary(view: View) -> Iterator[str]:
     loss, held_out = view.curves.last("loss"), view.curves.last("eval_loss")
     evaluated = f", held-out {held_out:.4f}" if held_out is not None else ""
     yield "loss         " + (f"{loss:.4f}{evaluated} at step {view.step}" if loss is not None else "no step yet")
-    tokens = _mean(view, "tokens_per_s")
+    tokens = view.curves.mean("tokens_per_s")
     each = f" ({tokens / view.world:,.0f} per rank)" if tokens is not None and view.world > 1 else ""
-    yield "tokens/s     " + (f"{tokens:,.0f}{each}" if tokens is not None else "unknown")
+    yield "tokens/s     " + (f"{tokens:,.0f}{each}{_over(view, 'tokens_per_s')}" if tokens is not None else "unknown")
     yield _chip(view)
+    yield "computing    " + _computing(view)
     yield "time lost    " + (_lost(view.goodput) if view.goodput.wall_s > 0 else "unknown")
     found = view.comparison
     times = _beside(found.step_time, lambda value: f"{value:.3g} s")
@@ -30,15 +30,26 @@ def summary(view: View) -> Iterator[str]:
 
 
 def _chip(view: View) -> str:
-    mfu, tflops = _mean(view, "mfu"), _mean(view, "tflops_per_device")
+    mfu, tflops = view.curves.mean("mfu"), view.curves.mean("tflops_per_device")
     if mfu is not None:
-        return f"MFU          {mfu:.1%}"
-    return "TFLOP/s      " + (f"{tflops:.3g} per device" if tflops is not None else "unknown")
+        return f"MFU          {mfu:.1%}{_over(view, 'mfu')}"
+    known = f"{tflops:.3g} per device{_over(view, 'tflops_per_device')}" if tflops is not None else "unknown"
+    return f"TFLOP/s      {known}"
 
 
-def _mean(view: View, name: str) -> float | None:
-    recent = view.curves.recent(name, RECENT)
-    return sum(recent) / len(recent) if recent else None
+def _over(view: View, name: str) -> str:
+    return f", mean of the last {view.curves.averaged(name)} steps"
+
+
+def _computing(view: View) -> str:
+    """How much of computing and exposed communication was computing, and where least."""
+    found = view.efficiency
+    if found is None:
+        return "unknown: no step was profiled"
+    known = [(one.share, rank.rank) for rank in view.ranks if (one := rank.efficiency) is not None]
+    least, rank = min(known)
+    lowest = f"; lowest rank {rank} with {least:.1%}" if len(known) > 1 else ""
+    return f"{found.share:.1%} of computing and exposed communication, goal {GOAL:.0%}{lowest}"
 
 
 def _lost(found: Goodput) -> str:

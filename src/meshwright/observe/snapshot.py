@@ -9,7 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.observe.comparison import Pair
-from meshwright.observe.curves import SERIES
+from meshwright.observe.curves import SERIES, Curves
+from meshwright.observe.efficiency import GOAL
 from meshwright.observe.goodput import WORDS, Goodput
 from meshwright.observe.rank_files import numbers_of, parts_of
 from meshwright.observe.view import Rank, View
@@ -99,6 +100,8 @@ def _run(view: View, name: str) -> dict[str, Any]:
         "device": view.device,
         "chip": next((rank.record.start.get("chip") for rank in view.ranks if rank.record.start.get("chip")), None),
         "step_s": view.step_s,
+        "speeds": _speeds(view.curves),
+        "efficiency": {"share": view.efficiency.share, "goal": GOAL} if view.efficiency is not None else None,
         "latest": {series: view.curves.last(series) for series in SERIES},
         "curves": {series: [steps, [float(f"{value:.6g}") for value in values]]
                    for series, (steps, values) in curves.items() if steps},
@@ -110,6 +113,12 @@ def _run(view: View, name: str) -> dict[str, Any]:
         "collectives": view.collectives,
         "goodput": _goodput(view.goodput),
     }  # fmt: skip
+
+
+def _speeds(curves: Curves) -> dict[str, float | None]:
+    """How fast the run is, and over how many steps that is the mean."""
+    names = ("tokens_per_s", "tflops_per_device", "mfu")
+    return {"steps": curves.averaged("tokens_per_s"), **{name: curves.mean(name) for name in names}}
 
 
 def _goodput(found: Goodput) -> dict[str, Any] | None:
@@ -128,8 +137,10 @@ def _rank(rank: Rank) -> dict[str, Any]:
         "state": rank.state,
         "host": record.start.get("host"),
         "step": (record.last or {}).get("step"),
-        "parts": record.mean_parts(),
+        "parts": record.split_parts(),
+        "waits_of": record.waits_of,
         "profiled": {"step": profiled.get("step"), "parts": parts_of(profiled)} if profiled is not None else None,
+        "efficiency": {**asdict(found), "share": found.share} if (found := rank.efficiency) is not None else None,
         "overlapped": numbers_of((profiled or {}).get("communication")).get("overlapped"),
         "memory": rank.memory,
         "failures": len(rank.failures),

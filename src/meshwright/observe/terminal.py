@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.live import Live
 
 from meshwright.observe.event_words import plain, sentence
-from meshwright.observe.picture import Shown, clock, draw, efficiency
+from meshwright.observe.picture import Shown, clock, draw
 from meshwright.observe.view import RunView
 
 OVER = ("finished", "stopped", "failed")
@@ -107,13 +107,14 @@ def status(shown: Shown) -> str:
     """A run in one line."""
     view = shown.view
     words = [f"step {view.step}" + (f"/{view.steps}" if view.steps else "")]
-    for name, form in (("loss", "loss {:.4f}"), ("tokens_per_s", "{:,.0f} tokens/s")):
-        value = view.curves.last(name)
-        words += [form.format(value)] if value is not None else []
+    if (loss := view.curves.last("loss")) is not None:
+        words.append(f"loss {loss:.4f}")
+    if (pace := view.curves.mean("tokens_per_s")) is not None:
+        words.append(f"{pace:,.0f} tokens/s (mean of {view.curves.averaged('tokens_per_s')} steps)")
     if view.goodput.wall_s > 0:
         words.append(f"goodput {view.goodput.share:.0%}")
-    if (share := efficiency(view)) is not None:
-        words.append(f"computing {share:.0%}")
+    if (computing := view.efficiency) is not None:
+        words.append(f"computing {computing.share:.0%}")
     words += [f"rank {rank.rank} slow in {plain(rank.straggler.get('phase'))}" for rank in view.ranks if rank.straggler]
     if view.steps and view.step_s and view.state == "running":
         words.append(f"ETA {clock(view.step_s * max(0, view.steps - view.step))}")

@@ -24,6 +24,7 @@ from meshwright.lock import is_alive
 from meshwright.observe.account import Account
 from meshwright.observe.comparison import Comparison, compare
 from meshwright.observe.curves import Curves, number
+from meshwright.observe.efficiency import Efficiency, efficiency
 from meshwright.observe.goodput import Goodput
 from meshwright.observe.pipeline_view import PipelineView, pipeline_view
 from meshwright.observe.rank_files import RankFiles, RankRecord, numbers_of
@@ -33,8 +34,6 @@ from meshwright.strategy import Strategy
 
 RankState = Literal["alive", "lost", "waiting", "ended", "unknown"]
 AXES = ("pp", "dp", "cp", "tp", "ep")
-RECENT_STEPS = 50
-"""Steps whose median is what a step takes now."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,11 @@ class Rank:
     """Events of failures that began with this rank."""
     straggler: Line | None = None
     """The newest event since the run's last start that calls it slow."""
+
+    @property
+    def efficiency(self) -> Efficiency | None:
+        """How much of its computing and exposed communication was computing."""
+        return efficiency([self.record])
 
     @property
     def memory(self) -> dict[str, float]:
@@ -78,13 +82,18 @@ class View:
     device: str
     curves: Curves
     step_s: float | None
-    """What a step takes: the median of the newest."""
+    """What a step takes: the median of the last 50."""
     ranks: list[Rank]
     events: list[Line]
     comparison: Comparison
     pipeline: PipelineView | None
     goodput: Goodput
     """Where its time went."""
+
+    @property
+    def efficiency(self) -> Efficiency | None:
+        """How much of computing and exposed communication was computing, over all ranks."""
+        return efficiency(rank.record for rank in self.ranks)
 
     @property
     def collectives(self) -> Line | None:
@@ -118,7 +127,7 @@ class RunView:
         ranks = self._ranks(stands, world, strategy)
         records = {rank.rank: rank.record for rank in ranks}
         goes_on = stands.state in ("running", "restarting")
-        recent = curves.recent("step_s", RECENT_STEPS)
+        recent = curves.recent("step_s")
         step_s = statistics.median(recent) if recent else None
         return View(
             name=self.path.resolve().name,

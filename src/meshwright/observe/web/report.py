@@ -51,9 +51,9 @@ def _wrapped(name: str, module: str) -> str:
     return f"const module_{name} = (() => {{\n{body}return {{ {exported} }};\n}})();\n"
 
 
-def write_report(folder: Path, out: Path | None = None) -> tuple[Path, View]:
-    """Write the report of a run folder; gives where it is, and what it shows."""
-    view = RunView(folder).refresh()
+def write_report(folder: Path, out: Path | None = None, view: View | None = None) -> tuple[Path, View]:
+    """Write the report of a run folder, as it is or as it was seen; gives where it is, and what it shows."""
+    view = view or RunView(folder).refresh()
     path = folder / REPORT if out is None else out
     replace_text(path, report_page([view]))
     return path, view

@@ -1,12 +1,12 @@
-// Where the time of a step goes: a bar for each rank, and above them what the plan expects.
+// Where the time of a step goes: a bar for each rank, and above them what the plan expects. Waiting for other ranks is apart
+// from the passes as far as a profiled step tells it; where none does, names say that it is in them.
 
 import { seconds } from "./format.js";
-import { Picture, element, scale, shape, swatch, ticks, toggle } from "./draw.js";
+import { Picture, scale, shape, ticks, toggle } from "./draw.js";
+import { PARTS, drawPart, partKey } from "./parts.js";
 
-export const PARTS = [
-  "data", "forward", "backward", "recompute", "compute", "communication", "reduce", "bubble", "idle", "optimizer", "offload",
-  "evaluate", "checkpoint", "hooks", "other", "unattributed",
-];
+const ORDER = Object.keys(PARTS);
+const MAY_WAIT = ["forward", "backward", "reduce", "optimizer"];
 const OF_PLAN = { tp: "communication", cp: "communication", ep: "communication", dp: "communication", correction: "other" };
 const MOST_BARS = 64;
 const LEFT = 58;
@@ -17,7 +17,7 @@ export class Breakdown {
     this.profiled = false;
     this.at = null;
     this.bars = [];
-    this.button = toggle("profiled step", false, (on) => {
+    this.button = toggle("profiled step alone", false, (on) => {
       this.profiled = on;
       this.update(this.run);
     });
@@ -39,13 +39,17 @@ export class Breakdown {
     const planned = inOurParts(run.comparison.parts);
     if (Object.keys(planned).length) this.bars.unshift({ label: "plan", name: "the plan", parts: planned });
     this.card.hidden = !known.length && !Object.keys(planned).length;
-    this.picture.note.textContent = note(this.profiled && profiled.length ? profiled[0].profiled.step : null, known.length);
+    const alone = this.profiled && profiled.length > 0;
+    const recorded = run.ranks.filter((rank) => Object.keys(rank.parts).length);
+    const hiding = alone ? [] : recorded.filter((rank) => rank.waits_of === null);
+    this.hidden = hiding.length > 0 && run.world > 1;
+    this.picture.note.textContent = alone ? `step ${profiled[0].profiled.step} under the profiler, which makes it longer` : note(recorded, this.hidden ? hiding : [], run);
     this.draw();
     this.picture.fillTable();
   }
 
   names() {
-    return PARTS.filter((part) => this.bars.some((bar) => bar.parts[part] > 0));
+    return ORDER.filter((part) => this.bars.some((bar) => bar.parts[part] > 0));
   }
 
   draw() {
@@ -67,10 +71,10 @@ export class Breakdown {
     this.rows = bars.map((bar, place) => {
       const y = place * (tall + gap) + (place && bars[0].label === "plan" ? 8 : 0);
       let from = 0;
-      const drawn = shape("g");
-      for (const part of PARTS.filter((name) => bar.parts[name] > 0)) {
+      const drawn = shape("g", { "data-bar": bar.label });
+      for (const part of ORDER.filter((name) => bar.parts[name] > 0)) {
         const wide = Math.max(0.3, x(from + bar.parts[part]) - x(from));
-        drawn.append(shape("rect", { class: `part-${part}`, x: x(from), y, width: wide, height: tall }));
+        drawn.append(drawPart(part, `${this.called(part)} ${seconds(bar.parts[part])}`, { x: x(from), y, width: wide, height: tall }));
         from += bar.parts[part];
       }
       const labelled = tall > 12 || place === 0 || place % 4 === (bars[0].label === "plan" ? 1 : 0);
@@ -79,9 +83,14 @@ export class Breakdown {
       return { y, tall: tall + gap };
     });
     const names = this.names();
-    picture.legend.replaceChildren(...names.map((part) => element("span", {}, swatch(`part-${part}`), part)));
-    picture.describe(bars.map((bar) => `${bar.name}: ${seconds(total(bar))}.`).slice(0, 12).join(" "));
+    picture.legend.replaceChildren(...names.map((part) => partKey(part, this.called(part))));
+    const waits = (bar) => ["communication", "bubble"].filter((part) => bar.parts[part] > 0).map((part) => `, ${PARTS[part].label} ${seconds(bar.parts[part])}`).join("");
+    picture.describe(`${picture.note.textContent}. ${bars.map((bar) => `${bar.name}: ${seconds(total(bar))}${waits(bar)}.`).slice(0, 12).join(" ")}`);
     this.drawCursor();
+  }
+
+  called(part) {
+    return this.hidden && MAY_WAIT.includes(part) ? `${PARTS[part].label} with waiting` : PARTS[part].label;
   }
 
   move({ y, by, leave }) {
@@ -101,22 +110,26 @@ export class Breakdown {
     }
     const row = this.rows[this.at];
     overlay.append(shape("rect", { class: "current", x: LEFT - 2, y: row.y - 1, width: width - LEFT - 6, height: row.tall - 1, rx: 3 }));
-    const parts = PARTS.filter((name) => bar.parts[name] > 0).map((name) => `${name} ${seconds(bar.parts[name])}`);
+    const parts = ORDER.filter((name) => bar.parts[name] > 0).map((name) => `${this.called(name)} ${seconds(bar.parts[name])}`);
     readout.textContent = `${bar.name}: ${seconds(total(bar))} (${parts.join(", ")})`;
   }
 
   table() {
     const names = this.names();
     return {
-      columns: ["rank", ...names, "in all"],
-      rows: this.bars.map((bar) => [bar.label, ...names.map((part) => (bar.parts[part] ? seconds(bar.parts[part]) : "")), seconds(total(bar))]),
+      columns: ["rank", ...names.map((part) => this.called(part)), "in all"],
+      rows: this.bars.map((bar) => [bar.label.replace(" ", "\u00a0"), ...names.map((part) => (bar.parts[part] ? seconds(bar.parts[part]) : "")), seconds(total(bar))]),
     };
   }
 }
 
-function note(step, ranks) {
-  if (!ranks) return "no rank has recorded its steps; the plan alone";
-  return step === null ? "mean of the newest steps" : `step ${step}`;
+function note(recorded, hiding, run) {
+  if (!recorded.length) return "no rank has recorded its steps; the plan alone";
+  const mean = `mean of the last ${run.speeds.steps} steps`;
+  if (run.world === 1) return mean;
+  if (hiding.length === recorded.length) return `${mean}; no step was profiled: waiting for other ranks is in the passes`;
+  if (hiding.length) return `${mean}; of ${hiding.length} rank${hiding.length > 1 ? "s" : ""} no step was profiled: there waiting for others is in the passes`;
+  return `${mean}; waiting as in profiled step ${Math.max(...recorded.map((rank) => rank.waits_of))}`;
 }
 
 function total(bar) {

@@ -5,6 +5,7 @@ import { element } from "./draw.js";
 import { embedded, follow } from "./data.js";
 import { LineChart } from "./line_chart.js";
 import { Breakdown } from "./breakdown.js";
+import { EfficiencyCard } from "./efficiency.js";
 import { Mesh } from "./mesh.js";
 import { Pipeline } from "./pipeline.js";
 import { Memory } from "./memory.js";
@@ -35,7 +36,7 @@ class Page {
     this.select.addEventListener("change", () => this.drawOther());
     this.other = new LineChart(card("other"), "Other curves", { controls: [this.select] });
     this.parts = [
-      new Mesh(card("mesh")), new Breakdown(card("breakdown")), new Pipeline(card("pipeline")), new Memory(card("memory")),
+      new Mesh(card("mesh")), new Breakdown(card("breakdown")), new EfficiencyCard(card("efficiency")), new Pipeline(card("pipeline")), new Memory(card("memory")),
       new Collectives(card("collectives")), new Events(card("events")),
     ];
   }

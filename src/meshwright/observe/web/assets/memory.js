@@ -27,7 +27,8 @@ export class Memory {
       columns: ["", "predicted", "measured", "off by"],
       rows: known.map((one) => [one.name, byUnit(one.predicted, one.unit), byUnit(one.measured, one.unit), signedPercent(one.error)]),
     });
-    this.figures.replaceChildren(made);
+    const { steps } = run.speeds;
+    this.figures.replaceChildren(made, ...(steps ? [element("p", { class: "quiet below-table" }, `Measured over the last ${steps} step${steps > 1 ? "s" : ""}: tokens/s and bubble are means, a step's time is the median.`)] : []));
     this.draw();
     this.picture.fillTable();
   }

@@ -56,7 +56,7 @@ export class Pipeline {
     const kinds = [...new Set(this.passes.map((pass) => pass.kind))];
     picture.legend.replaceChildren(
       ...kinds.map((kind) => element("span", {}, swatch(KINDS[kind]), NAMES[kind])),
-      element("span", {}, swatch("part-idle"), "bubble"),
+      element("span", {}, swatch("lane"), "bubble"),
     );
     picture.describe(halves.map((half) => half.title).join(". "));
     this.drawCursor();
@@ -73,7 +73,7 @@ export class Pipeline {
       for (const [kind, stage, micro, start, stop] of row) {
         const wide = Math.max(0.6, x(stop) - x(start));
         drawing.append(shape("rect", { class: `pass ${KINDS[kind]}`, x: x(start), y, width: wide, height: tall, rx: wide > 6 ? 2 : 0 }));
-        if (wide > 15 && tall > 12) drawing.append(shape("text", { class: "on", x: x(start) + wide / 2, y: y + tall / 2 + 3.5, "text-anchor": "middle" }, String(micro)));
+        if (wide > 15 && tall > 12) drawing.append(shape("text", { class: `on ${KINDS[kind]}`, x: x(start) + wide / 2, y: y + tall / 2 + 3.5, "text-anchor": "middle" }, String(micro)));
         this.passes.push({ kind, stage, micro, start, stop, rank, which, x: x(start), y, wide, tall });
       }
     });

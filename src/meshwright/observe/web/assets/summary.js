@@ -2,7 +2,6 @@
 
 import { bytes, count, number, percent, seconds, signedPercent } from "./format.js";
 import { element, swatch } from "./draw.js";
-import { held } from "./mesh.js";
 
 const STATES = { waiting: "waiting for the first step", silent: "no sign of life" };
 
@@ -53,23 +52,35 @@ export class Summary {
   }
 
   drawFigures(run) {
-    const { latest, goodput } = run;
+    const { latest, goodput, speeds, efficiency } = run;
     const [time, , peak] = run.comparison.figures;
-    const figure = (label, value, below) => element("div", { class: "figure" },
+    const figure = (label, value, below, meter = null) => element("div", { class: "figure" },
       element("div", { class: "label" }, label),
       element("div", { class: "value" }, value),
+      meter,
       element("div", { class: "quiet" }, below || "\u00a0"));
+    const over = (kind) => (speeds.steps ? `${kind} of ${speeds.steps} step${speeds.steps > 1 ? "s" : ""}` : "");
+    const joined = (...words) => words.filter(Boolean).join("; ");
     const expected = (pair, text) => (pair.predicted === null ? "" : `planned ${text(pair.predicted)} ${signedPercent(pair.error) && `(${signedPercent(pair.error)})`}`);
-    const speed = latest.mfu !== null ? ["MFU", percent(latest.mfu)] : latest.tflops_per_device !== null ? ["TFLOP/s per device", number(latest.tflops_per_device, 3)] : null;
-    const most = Math.max(peak.measured ?? 0, ...run.ranks.map((rank) => held(rank) ?? 0));
+    const flops = speeds.tflops_per_device;
+    const speed = speeds.mfu !== null ? ["MFU", percent(speeds.mfu)] : flops !== null ? ["TFLOP/s per device", number(flops, 3)] : null;
     const made = [
       figure("loss", number(latest.loss), latest.eval_loss === null ? "" : `held-out ${number(latest.eval_loss)}`),
-      figure("tokens/s", count(latest.tokens_per_s), run.world > 1 ? `${count(latest.tokens_per_s === null ? null : latest.tokens_per_s / run.world)} per rank` : ""),
-      speed && figure(speed[0], speed[1], speed[0] === "MFU" && latest.tflops_per_device !== null ? `${number(latest.tflops_per_device, 3)} TFLOP/s per device` : ""),
-      figure("a step takes", seconds(run.step_s), expected(time, seconds)),
-      figure("peak memory", bytes(most || null), expected(peak, bytes)),
+      figure("tokens/s", count(speeds.tokens_per_s), joined(run.world > 1 && speeds.tokens_per_s !== null && `${count(speeds.tokens_per_s / run.world)} per rank`, over("mean"))),
+      speed && figure(speed[0], speed[1], joined(speed[0] === "MFU" && flops !== null && `${number(flops, 3)} TFLOP/s per device`, over("mean"))),
+      figure("a step takes", seconds(run.step_s), joined(expected(time, seconds), over("median"))),
+      efficiency && figure("computation efficiency", percent(efficiency.share), `goal ${percent(efficiency.goal, 0)}; else exposed communication`, meter(efficiency)),
+      figure("peak memory", bytes(peak.measured), expected(peak, bytes)),
       goodput && figure("goodput", percent(goodput.share), `of ${seconds(goodput.wall_s)}; ${goodput.rest.slice(0, 2).map((one) => `${one.name} ${percent(one.share)}`).join(", ")}`),
     ];
     this.figures.replaceChildren(...made.filter(Boolean));
   }
+}
+
+// A share on a scale with the mark it should reach; the figure and the words beside it say the same.
+function meter({ share, goal }) {
+  const made = element("div", { class: share < goal ? "meter below" : "meter", "aria-hidden": "true" }, element("div", { class: "filled" }), element("div", { class: "goal" }));
+  made.querySelector(".filled").style.width = `${share * 100}%`;
+  made.querySelector(".goal").style.left = `${goal * 100}%`;
+  return made;
 }

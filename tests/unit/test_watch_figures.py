@@ -1,0 +1,115 @@
+"""Figures that several displays show are the same in all of them: speeds, computing, and where a step's time goes."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshwright.observe.curves import Curves
+from meshwright.observe.picture import draw
+from meshwright.observe.rank_files import RankRecord
+from meshwright.observe.report import summary
+from meshwright.observe.snapshot import clean, snapshot
+from meshwright.observe.terminal import Watched, status
+from tests.run_folders import append
+from tests.unit.run_folders import make_run
+
+
+def shown(folder: Path) -> tuple[dict[str, Any], str, str, str]:
+    """A run as the page gets it, as a picture on a terminal, as a line and as what is printed at its end."""
+    look = Watched(folder).look()
+    console = Console(file=io.StringIO(), width=160, force_terminal=False)
+    console.print(draw(look, 160, None))
+    assert isinstance(console.file, io.StringIO)
+    return (
+        clean(snapshot([look.view]))["runs"][0],
+        console.file.getvalue(),
+        status(look),
+        "\n".join(summary(look.view)),
+    )
+
+
+def test_every_display_tells_the_same_speed(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=100)
+    # The first of these is beyond the last 50 steps, and the last one alone is another figure than their mean.
+    speeds = {101: 5e6, **dict.fromkeys(range(102, 151), 1000.0), 151: 51_000.0}
+    for step, pace in speeds.items():
+        facts = {"tokens_per_s": pace, "tflops_per_device": pace / 100, "mfu": pace / 1e5, "step_s": 4096 / pace}
+        append(folder / "metrics.jsonl", {"step": step, "loss": 2.0, **facts})
+    page, picture, line, end = shown(folder)
+    assert page["speeds"] == pytest.approx({"steps": 50, "tokens_per_s": 2000, "tflops_per_device": 20, "mfu": 0.02})
+    tokens = next(one for one in page["comparison"]["figures"] if one["name"] == "tokens/s")
+    assert tokens["measured"] == pytest.approx(2000)
+    assert re.search(r"^tokens/s +2,000 .* MFU 2\.0%, means of 50 steps$", picture, re.MULTILINE)
+    assert "2,000 tokens/s (mean of 50 steps)" in line
+    assert "tokens/s     2,000 (500 per rank), mean of the last 50 steps" in end
+    assert "MFU          2.0%, mean of the last 50 steps" in end
+
+
+def test_a_young_run_says_of_how_many_steps_its_speed_is() -> None:
+    curves = Curves()
+    for step in range(1, 4):
+        curves.add({"step": step, "tokens_per_s": 100.0 * step})
+    assert (curves.mean("tokens_per_s"), curves.averaged("tokens_per_s")) == (200.0, 3)
+    assert (curves.mean("mfu"), curves.averaged("mfu")) == (None, 0)
+
+
+def test_ranks_on_a_terminal_add_up_to_the_speed_of_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=100)
+    _, picture, _, _ = shown(folder)
+    # 4096 tokens on four ranks in 0.5 s, of which 0.01 s come after the update and count for no rank.
+    pace = 4096 / 4 / 0.49
+    assert picture.count(f" {pace:,.0f} ") == 4
+
+
+def test_computing_is_the_same_on_the_page_as_on_a_terminal(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", world=2)
+    compute, exposed = {0: 0.3, 1: 0.1}, {0: 0.0, 1: 0.1}
+    for rank in range(2):
+        line = {"kind": "step", "step": 101, "time": 0.0, "seconds": 0.5, "parts": {"forward": 0.5}, "profiled": True}
+        line |= {"compute": compute[rank], "communication": {"exposed": exposed[rank], "overlapped": 0.0}}
+        append(folder / f"ranks/{rank:05d}.jsonl", line)
+    page, picture, line, end = shown(folder)
+    assert page["efficiency"] == pytest.approx({"share": 0.8, "goal": 0.8})
+    assert [rank["efficiency"]["share"] for rank in page["ranks"]] == pytest.approx([1.0, 0.5])
+    assert [rank["efficiency"]["exposed"] for rank in page["ranks"]] == pytest.approx([0.0, 0.1])
+    assert re.search(r"^computing +80%", picture, re.MULTILINE)
+    assert "computing 80%" in line
+    assert "computing    80.0% of computing and exposed communication, goal 80%; lowest rank 1 with 50.0%" in end
+
+
+def test_without_a_profiled_step_nobody_knows_how_much_is_computing(tmp_path: Path) -> None:
+    page, picture, line, end = shown(make_run(tmp_path / "run", profiled=False))
+    assert page["efficiency"] is None
+    assert {rank["efficiency"] for rank in page["ranks"]} == {None}
+    assert "computing" not in picture + line
+    assert "computing    unknown: no step was profiled" in end
+
+
+def test_the_page_has_waiting_apart_from_the_passes_as_a_terminal_has(tmp_path: Path) -> None:
+    page, _, _, _ = shown(make_run(tmp_path / "a"))
+    rank = page["ranks"][0]
+    assert rank["waits_of"] == 100
+    assert rank["parts"]["communication"] > 0
+    assert rank["parts"]["bubble"] > 0
+    assert sum(rank["parts"].values()) == pytest.approx(0.5)
+    rank = shown(make_run(tmp_path / "b", profiled=False))[0]["ranks"][0]
+    assert rank["waits_of"] is None
+    assert not {"communication", "bubble"} & rank["parts"].keys()
+
+
+def test_what_a_profile_itself_takes_does_not_make_waiting_look_short() -> None:
+    record = RankRecord(0)
+    parts = {"forward": 0.1, "backward": 0.3, "hooks": 0.0}
+    record.take({"kind": "step", "step": 1, "seconds": 0.4, "parts": parts})
+    profiled = {"forward": 0.2, "backward": 0.4, "communication": 0.15, "bubble": 0.05, "hooks": 2.0}
+    line = {"kind": "step", "step": 2, "seconds": 2.8, "parts": profiled, "profiled": True}
+    record.take(line | {"exposed_in": {"backward": 0.15}, "bubble_in": {"backward": 0.05}})
+    # Of the 0.6 s of the profiled backward pass, a quarter was exposed communication.
+    expected = {"forward": 0.1, "backward": 0.2, "hooks": 0.0, "communication": 0.075, "bubble": 0.025}
+    assert record.split_parts() == pytest.approx(expected)
