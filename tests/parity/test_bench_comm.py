@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.bench import comm_algorithms
 from meshwright.bench.collectives import OPERATIONS
 from meshwright.bench.comm import DTYPES, Asked, measure
+from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.parallel.world import World
 from meshwright.verify.pool import RankPool
 
@@ -56,3 +58,22 @@ def test_every_axis_is_measured_in_its_groups(pool: RankPool, tmp_path_factory: 
         for size in (8, 4096)
     ]
     assert all(row["seconds"] > 0 and row["wrong"] == 0 for row in rows)
+
+
+def algorithm_rows(world: World, asked: Asked, node_size: int | None, path: str) -> None:
+    comm_algorithms.measure(asked, node_size, path, world)
+
+
+@pytest.mark.parametrize("node_size", [None, 2])
+def test_algorithms_send_what_they_should(
+    node_size: int | None, pool: RankPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("comm") / "rows.json"
+    pool.run(algorithm_rows, 4, Asked(("all_reduce",), (8, 4000), None, calls=1, warm_up=1), node_size, str(path))
+    rows = json.loads(path.read_text())
+    assert [row["algorithm"] for row in rows] == [comm_algorithms.BACKEND, *ALGORITHMS] * 2
+    for row in rows:
+        assert row["wrong"] == 0
+        assert row["seconds"] > 0
+        assert row["sent"] == row["expected_sent"]
+        assert (row["expected_s"] is None) == (row["algorithm"] == comm_algorithms.BACKEND)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.bench.collectives import OPERATIONS, Collective
+from meshwright.bench.collectives import OPERATIONS
 from meshwright.bench.comm_rows import HEADER, UNITS, Row
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
@@ -88,20 +88,20 @@ def _row(
         count = max(1, count // group.size()) * group.size()
     one = kind(count, dtype, world.device, group)
     wrong = int(world.sum(torch.tensor(float(one.wrong()), dtype=torch.float64))) if asked.check else None
-    seconds, calls = _seconds(one, asked, world)
+    seconds, calls = seconds_of(one.run, asked, world)
     return Row(operation, axis, group.size(), groups, count * dtype.itemsize, count, asked.dtype, seconds, calls, wrong)
 
 
-def _seconds(one: Collective, asked: Asked, world: World) -> tuple[float, int]:
+def seconds_of(work: Callable[[], object], asked: Asked, world: World) -> tuple[float, int]:
     """Of a call, the mean over all ranks; and how many calls that was."""
-    warm = _timed(one.run, max(1, asked.warm_up), world)
+    warm = _timed(work, max(1, asked.warm_up), world)
     calls = max(_LEAST, min(asked.calls, int(_LONG_S / max(warm, 1e-9))))
     # All must do as many.
     calls = int(world.gather(torch.tensor([calls])).min())
-    return _timed(one.run, calls, world), calls
+    return _timed(work, calls, world), calls
 
 
-def _timed(work: Callable[[], None], calls: int, world: World) -> float:
+def _timed(work: Callable[[], object], calls: int, world: World) -> float:
     dist.barrier()
     started = time.perf_counter()
     for _ in range(calls):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from meshwright.bench.comm_rows import Row, lines_through, sizes
 from meshwright.errors import UserError, nearest
@@ -26,6 +28,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", default="float32", choices=("float32", "float64", "bf16", "fp16"), help="of elements"
     )
+    parser.add_argument(
+        "--algorithms", action="store_true", help="all-reduce algorithms over messages beside the backend's own instead"
+    )
+    parser.add_argument(
+        "--node-size", type=int, metavar="N", help="with --algorithms: take N neighbouring ranks each for a machine"
+    )
     parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="calls before those that count (default 5)")
     parser.add_argument("--iters", type=int, default=20, metavar="N", help="calls that count, if they are short")
     parser.add_argument("--no-check", action="store_true", help="do not look whether results are right")
@@ -36,6 +44,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "exit code: 0 all results were right, 1 one was wrong, 2 something to change in the command\n\n"
         "examples:\n"
         "  meshwright bench comm all_reduce --nproc 4 -b 8 -e 128M -f 2\n"
+        "  meshwright bench comm --algorithms --nproc 4 -b 8 -e 64M -f 64\n"
         '  meshwright bench comm all_reduce all_gather --nproc 4 --strategy "dp=2 tp=2" --json comm.json\n'
     )
 
@@ -51,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.torch_support import require_torch
 
     require_torch()
+    from meshwright.bench import comm_algorithms
     from meshwright.bench.comm import Asked, measure
     from meshwright.launch.local import run_ranks
     from meshwright.parallel.world import join_world, launched_ranks
@@ -62,30 +72,39 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("one rank has nobody to talk to; use --nproc 2 or more")
     if args.strategy is not None:
         Strategy.parse(args.strategy, world)
+    if args.algorithms and (args.operations or args.strategy is not None):
+        raise UserError("--algorithms are those of an all-reduce over all ranks: without operations and --strategy")
+    if args.node_size is not None and (not args.algorithms or args.node_size < 1):
+        raise UserError("--node-size takes a whole number from 1, and goes with --algorithms")
     asked = Asked(
         tuple(args.operations or COLLECTIVES), tuple(wanted), args.strategy, args.dtype, args.warm_up, args.iters,
         not args.no_check,
     )  # fmt: skip
+    work = partial(comm_algorithms.measure, asked, args.node_size) if args.algorithms else partial(measure, asked)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         out = Path(folder) / "rows.json"
         if launched is None:
-            run_ranks(partial(measure, asked, str(out)), args.nproc, device=args.device)
+            run_ranks(partial(work, str(out)), args.nproc, device=args.device)
         else:
             with join_world(args.device, 600.0, launched) as joined:
-                measure(asked, str(out), joined)
+                work(str(out), joined)
         if not out.exists():
+            # Another rank prints.
             return 0
-        rows = [Row(**row) for row in json.loads(out.read_text(encoding="utf-8"))]
-    fitted = list(lines_through(rows))
-    print("\nlatency and bus bandwidth, from all sizes:")
-    for row, line in fitted:
-        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.2f} GB/s")
-    wrong = sum(row.wrong or 0 for row in rows)
+        found = json.loads(out.read_text(encoding="utf-8"))
+    wrong = sum(row["wrong"] or 0 for row in found)
+    facts = {"algorithms": found} if args.algorithms else _lines([Row(**row) for row in found])
     print(f"out of bounds values: {wrong} {'OK' if not wrong else 'FAILED'}")
     if args.json is not None:
-        lines = [
-            {"operation": row.operation, "axis": row.axis, "ranks": row.ranks, **line._asdict()} for row, line in fitted
-        ]
-        facts = {"rows": [row.as_json() for row in rows], "lines": lines}
         args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return 1 if wrong else 0
+
+
+def _lines(rows: Sequence[Row]) -> dict[str, Any]:
+    """Print latencies and bandwidths; gives all that is to be written."""
+    print("\nlatency and bus bandwidth, from all sizes:")
+    lines = []
+    for row, line in lines_through(rows):
+        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.2f} GB/s")
+        lines.append({"operation": row.operation, "axis": row.axis, "ranks": row.ranks, **line._asdict()})
+    return {"rows": [row.as_json() for row in rows], "lines": lines}
