@@ -219,6 +219,14 @@ class ParallelSection(_Section):
     """Measure links and ranks at checkpoints, and change the strategy there when another should be 10% faster."""
 
 
+class CommSection(_Section):
+    allreduce: Literal["backend", "ring", "tree", "halving-doubling", "hierarchical", "ps"] = free("backend")
+    """How gradients are summed over data-parallel ranks at zero=0 and 1 without tp, pp and ep: by the backend, or by an
+    algorithm of our own over messages from rank to rank, for study (docs/bench.md)."""
+    bucket_mb: float = free(25.0, gt=0)
+    """MiB of gradients that travel together there, while the backward pass goes on."""
+
+
 class CheckpointSection(_Section):
     every: int = free(500, ge=0)
     """Steps between checkpoints; one is always saved at the end. 0 saves at the end only."""
@@ -372,6 +380,7 @@ class RunConfig(_Section):
     train: TrainSection = TrainSection()
     precision: PrecisionSection = PrecisionSection()
     parallel: ParallelSection = ParallelSection()
+    comm: CommSection = CommSection()
     checkpoint: CheckpointSection = CheckpointSection()
     elastic: ElasticSection = ElasticSection()
     observe: ObserveSection = ObserveSection()

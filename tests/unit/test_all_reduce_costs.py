@@ -20,7 +20,7 @@ def test_times_are_those_of_the_formulas(ranks: int) -> None:
         "ring": 2 * (ranks - 1) * (LINE.latency_s + wire / ranks),
         "halving-doubling": 2 * power * LINE.latency_s + 2 * wire * (ranks - 1) / ranks,
         "tree": 2 * power * (LINE.latency_s + wire),
-        "parameter-server": 2 * (LINE.latency_s + (ranks - 1) * wire),
+        "ps": 2 * (LINE.latency_s + (ranks - 1) * wire),
     }
     for name, expected in formulas.items():
         assert seconds(name, ranks, count, 4, LINE) == pytest.approx(expected, rel=1e-6), name
@@ -30,7 +30,7 @@ def test_small_messages_are_for_trees_and_large_ones_for_rings() -> None:
     small = {name: seconds(name, 16, 2, 4, LINE) for name in ALGORITHMS}
     large = {name: seconds(name, 16, SIZE // 4, 4, LINE) for name in ALGORITHMS}
     assert small["tree"] < small["ring"]
-    assert large["ring"] < large["tree"] < large["parameter-server"]
+    assert large["ring"] < large["tree"] < large["ps"]
 
 
 def test_a_slow_link_between_nodes_is_for_hierarchies() -> None:
@@ -51,7 +51,7 @@ def test_one_rank_sends_nothing_and_takes_no_time(name: str) -> None:
 def test_bytes_over_the_busiest_link() -> None:
     sent = {name: traffic(name, 4, 1000, 4).of_rank for name in ALGORITHMS}
     assert sent == {
-        "parameter-server": 12000,
+        "ps": 12000,
         "ring": 6000,
         "tree": 8000,
         "halving-doubling": 6000,

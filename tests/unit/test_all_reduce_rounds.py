@@ -85,12 +85,12 @@ def test_what_ranks_send_is_what_the_table_says(ranks: int) -> None:
     least = 2 * length * (ranks - 1) // ranks
     assert play(plans("ring", ranks, length), length)[1] == [least] * ranks
     assert play(plans("halving-doubling", ranks, length), length)[1] == [least] * ranks
-    assert play(plans("parameter-server", ranks, length), length)[1] == [(ranks - 1) * length] + [length] * (ranks - 1)
+    assert play(plans("ps", ranks, length), length)[1] == [(ranks - 1) * length] + [length] * (ranks - 1)
     rounds = {name: max(map(len, plans(name, ranks, length))) for name in NAMES}
     power = ranks.bit_length() - 1
     assert rounds["ring"] == 2 * (ranks - 1)
     assert rounds["tree"] == rounds["halving-doubling"] == 2 * power
-    assert rounds["parameter-server"] == 2
+    assert rounds["ps"] == 2
 
 
 def test_little_goes_between_nodes() -> None:

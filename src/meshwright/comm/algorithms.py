@@ -2,7 +2,7 @@
 
 | name | rounds of n ranks | a rank sends, of S bytes | |
 |---|---|---|---|
-| parameter-server | 2 | S; the server (n-1) S | one rank adds up everything and sends it back |
+| ps (parameter server) | 2 | S; the server (n-1) S | one rank adds up everything and sends it back |
 | ring | 2 (n-1) | 2 S (n-1)/n | everyone sends to the next only; the least that an all-reduce can send |
 | tree | 2 log2 n | S, twice S at the root of two | few rounds, for small messages |
 | halving-doubling | 2 log2 n | 2 S (n-1)/n | as little as a ring in as few rounds as a tree; far neighbours |
@@ -95,7 +95,7 @@ def hierarchical(rank: int, ranks: int, length: int, nodes: Nodes = ()) -> Round
 
 
 ALGORITHMS: dict[str, Callable[[int, int, int, Nodes], Rounds]] = {
-    "parameter-server": parameter_server,
+    "ps": parameter_server,
     "ring": ring,
     "tree": tree,
     "halving-doubling": halving_doubling,

@@ -6,11 +6,13 @@ another order in their last bits. All ranks get the same bits, since each sum is
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from meshwright.comm.algorithms import ALGORITHMS, Nodes
@@ -38,6 +40,16 @@ def all_reduce(
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
     return sent
+
+
+def machines_of(group: dist.ProcessGroup) -> Nodes:
+    """The ranks of a group by the machine that they run on, in its numbering; all ranks of it ask together."""
+    # In numbers, since a group may carry nothing but tensors: a hash tells names apart.
+    name = xxhash.xxh3_64_intdigest(socket.gethostname().encode()) >> 1
+    everyone = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(everyone, torch.tensor([name]), group=group)
+    names = [int(one) for one in everyone]
+    return [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
 
 
 def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> Sent:

@@ -28,10 +28,13 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.comm.algorithms import Nodes
+from meshwright.comm.all_reduce import all_reduce, machines_of
+from meshwright.comm.travel import BACKEND, Travel
 from meshwright.models.mixture import mixtures
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket, group_for_ddp
+from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket, group_for_ddp, group_of
 from meshwright.strategy import Strategy
 from meshwright.torch_private import beside, reduce_gradients
 from meshwright.torch_private import replicate as replicate_composable
@@ -107,16 +110,28 @@ def _sharding(strategy: Strategy, over: DeviceMesh, policy: MixedPrecisionPolicy
     return shard
 
 
-def wrap_ddp(model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction) -> nn.Module:
+def wrap_ddp(
+    model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction, travel: Travel
+) -> nn.Module:
     """The module to call for a training step: where parameters are whole, one that reduces their gradients."""
     if mesh.loss.size() == 1 or not uses_ddp(strategy):
         return model
     group = group_for_ddp(mesh.loss.get_group())
-    replica = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True, **BUFFERS_STAY_LOCAL)
+    replica = DistributedDataParallel(
+        model,
+        process_group=group,
+        gradient_as_bucket_view=True,
+        bucket_cap_mb=travel.bucket_mb,
+        **BUFFERS_STAY_LOCAL,
+    )
     scale = 1.0 if reduction == "sum" else 1.0 / mesh.loss.size()
-    if reduction == "mean" and precision.reduce == precision.stored:
-        return replica
-    replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)
+    if travel.all_reduce != BACKEND:
+        # A group of its own: its messages are not counted among the collectives of the other.
+        own = group_of(dist.get_process_group_ranks(group))
+        how = _Algorithm(own, precision.reduce, scale, travel.all_reduce, machines_of(own))
+        replica.register_comm_hook(how, _reduce_by_messages)
+    elif reduction != "mean" or precision.reduce != precision.stored:
+        replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)
     return replica
 
 
@@ -141,6 +156,25 @@ def _reduce(how: _Reduce, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         sent = sent.mul_(how.scale)
     work = dist.all_reduce(sent, group=how.group, async_op=True)
     return work.get_future().then(lambda future: held.copy_(future.value()[0]))
+
+
+@dataclass
+class _Algorithm(_Reduce):
+    """The same by messages from rank to rank."""
+
+    name: str
+    nodes: Nodes
+
+
+def _reduce_by_messages(how: _Algorithm, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    held = bucket.buffer()
+    sent = held.to(how.dtype)
+    if how.scale != 1.0:
+        sent = sent.mul_(how.scale)
+    all_reduce(sent, how.name, how.group, how.nodes)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(held.copy_(sent))
+    return done
 
 
 def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.travel import Travel
 from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.parts import whole
@@ -46,6 +47,7 @@ class Parallel:
         context: Context | None = None,
         wide: Mapping[str, str] | None = None,
         host_activations: HostActivations | None = None,
+        travel: Travel | None = None,
     ) -> None:
         self.module = module
         self.pipeline = pipeline
@@ -56,7 +58,7 @@ class Parallel:
         """Of a model whose linears multiply in 8 bits: modules of this rank that do not, and why."""
         self.host_activations = host_activations
         """What keeps activations in host memory, where the strategy says so."""
-        self._reduction = reduction
+        self._reduction, self._travel = reduction, travel or Travel()
         self._tied_copy: TiedEmbedding | None = None
         self.last_step: Spans | None = None
         self._context = context
@@ -79,7 +81,9 @@ class Parallel:
         if self._replica is None:
             self._replica = self.module
             if self.mesh is not None:
-                self._replica = data.wrap_ddp(self.module, self.strategy, self.mesh, self.precision, self._reduction)
+                self._replica = data.wrap_ddp(
+                    self.module, self.strategy, self.mesh, self.precision, self._reduction, self._travel
+                )
         return self._replica
 
     def without_ddp(self) -> None:

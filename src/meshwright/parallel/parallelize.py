@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.comm.travel import Travel
 from meshwright.context_layout import ContextLayout
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
@@ -46,8 +47,10 @@ def parallelize(
     precision: Precision | None = None,
     reduction: Reduction = "mean",
     compiled: bool = False,
+    travel: Travel | None = None,
 ) -> Parallel:
-    """The model under a strategy, split in place; `compiled` lets torch.compile have its layers.
+    """The model under a strategy, split in place; `compiled` lets torch.compile have its layers, `travel` says how
+    gradients travel.
 
     Gradients are averaged over the data-parallel ranks, as DDP does; with `reduction="sum"` they are summed, for a
     loss that is already divided by the global count of tokens. Without a mesh, one is made over all ranks of the
@@ -59,12 +62,14 @@ def parallelize(
     dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
     policy = precision or Precision(*(dtype,) * 3, buffer=None)
     check_model(model, strategy, world)
+    travel = travel or Travel()
+    travel.check(strategy, data.uses_ddp(strategy))
     if mesh is None and strategy.world > 1:
         _start_group()
         mesh = make_mesh(strategy, _device_type(model))
     if mesh is not None:
         _take_first_ranks_weights(model)
-    return _apply(model, strategy, mesh, policy, reduction, compiled)
+    return _apply(model, strategy, mesh, policy, reduction, compiled, travel)
 
 
 def _apply(
@@ -74,6 +79,7 @@ def _apply(
     policy: Precision,
     reduction: Reduction,
     compiled: bool,
+    travel: Travel,
 ) -> Parallel:
     precision.check(model, policy)
     pipeline = None
@@ -113,7 +119,7 @@ def _apply(
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide, host)
+    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide, host, travel)
 
 
 def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.comm.travel import Travel
 from meshwright.config import RunConfig
 from meshwright.errors import ExitCode, UserError
 from meshwright.models.cross_entropy import IGNORED
@@ -80,6 +81,7 @@ class TrainingStep:
             precision=precision,
             reduction=reduction,
             compiled=self.compiled,
+            travel=Travel(config.comm.allreduce, config.comm.bucket_mb),
         )
         self.parallel.pulse = world.pulse
         self.data_rank = self.parallel.data_rank
