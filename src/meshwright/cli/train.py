@@ -9,6 +9,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING
 
 from meshwright.config import RunConfig
@@ -96,6 +97,7 @@ def _train(args: argparse.Namespace, config: RunConfig) -> int:
     from meshwright.trainer import train
     from meshwright.training.hooks import STOP_SIGNALS
 
+    began = time.time()
     try:
         nodes = _nodes(args, config) if several else None
         ending = train(config, nproc, supervised=True, nodes=nodes, planned=planned)
@@ -105,20 +107,20 @@ def _train(args: argparse.Namespace, config: RunConfig) -> int:
         return ending
     except RankError as error:
         print(f"meshwright train: {error}", file=sys.stderr)
-        _report_failure(RunFolder(config.run.dir))
+        _report_failure(RunFolder(config.run.dir), began)
         return error.exit_code
     except UserError:
         # What a rank has found wrong with the run.
-        _report_failure(RunFolder(config.run.dir))
+        _report_failure(RunFolder(config.run.dir), began)
         raise
 
 
-def _report_failure(folder: RunFolder) -> None:
-    """Leave the report of a run that has failed after some steps, as one that ends has it."""
+def _report_failure(folder: RunFolder, began: float) -> None:
+    """Leave the report of a run that this command has worked on and given up, as one that ends has it."""
     from meshwright.observe.end_report import leave_report
-    from meshwright.observe.view import RunView
 
-    if folder.metrics.exists() and RunView(folder.path).refresh().state == "failed":
+    since = [event["event"] for event in folder.read_events() if float(event.get("time", 0.0)) >= began]
+    if {"started", "resumed"} & set(since) and since[-1] == "gave_up":
         leave_report(folder)
 
 
