@@ -1,4 +1,4 @@
-"""`meshwright bench step` on this machine's CPU: real processes, figures, a contender that breaks."""
+"""`meshwright bench` on this machine's CPU: real processes, figures, a contender that breaks, collectives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import CommandLine
 
 SHAPE = ["--model", "tiny", "--device", "cpu", "--sequence", "32", "--precision", "float32"]
 QUICK = ["--steps", "3", "--warm-up", "1"]
@@ -80,3 +82,36 @@ def test_a_contender_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert "not done in time" in facts["rows"][0]["trouble"]
     assert facts["baseline"] is None
     assert "no floor" in done.stdout
+
+
+def test_collectives_are_measured_and_written(meshwright: CommandLine, tmp_path: Path) -> None:
+    options = ["-b", 8, "-e", "4K", "-f", 512, "--iters", 2, "--json", tmp_path / "comm.json"]
+    result = meshwright("bench", "comm", "all_reduce", "send_receive", "--nproc", 2, *options)
+    assert result.returncode == 0, result.stderr
+    assert "out of bounds values: 0 OK" in result.stdout
+    assert "algbw" in result.stdout
+    found = json.loads((tmp_path / "comm.json").read_text())
+    assert [(row["operation"], row["bytes"], row["ranks"]) for row in found["rows"]] == [
+        (operation, size, 2) for operation in ("all_reduce", "send_receive") for size in (8, 4096)
+    ]
+    assert {line["operation"] for line in found["lines"]} == {"all_reduce", "send_receive"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("all_reduc",), "did you mean 'all_reduce'"),
+        (("--nproc", 1), "nobody to talk to"),
+        (("-b", "1M", "-e", "8"), "no less"),
+        (("all_reduce", "--algorithms"), "without operations"),
+        (("--node-size", 2), "--algorithms"),
+        (("--nproc", 2, "--strategy", "tp=3"), "tp=3"),
+    ],
+)
+def test_collectives_that_cannot_be_measured_are_refused(
+    arguments: tuple[object, ...], said: str, meshwright: CommandLine
+) -> None:
+    refused = meshwright("bench", "comm", *arguments)
+    assert refused.returncode == 2, refused.stderr
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
