@@ -77,8 +77,13 @@ class Products:
         self.backend = aot_autograd(fw_compiler=self._count, bw_compiler=self._count)
 
     def _count(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        kinds = [str(node.target).removeprefix("aten.").split(".")[0] for node in graph.graph.nodes]
-        self.of_graphs.append(sum(kind in ("mm", "addmm", "bmm", "matmul", "linear") for kind in kinds))
+        found = 0
+        for node in graph.graph.nodes:
+            kind = str(node.target).removeprefix("aten.").split(".")[0]
+            found += kind in ("mm", "addmm", "bmm", "matmul", "linear")
+            if "sum_of_products" in str(node.target):
+                found += len(node.args[0])
+        self.of_graphs.append(found)
         return make_boxed_func(graph.forward)
 
 
