@@ -82,7 +82,7 @@ class View:
     device: str
     curves: Curves
     step_s: float | None
-    """What a step takes: the median of the last 50."""
+    """What a step takes: the median of the last 50; of a run that has ended, what its plan was compared with."""
     ranks: list[Rank]
     events: list[Line]
     comparison: Comparison
@@ -129,6 +129,7 @@ class RunView:
         goes_on = stands.state in ("running", "restarting")
         recent = curves.recent("step_s")
         step_s = statistics.median(recent) if recent else None
+        comparison = compare(plan, curves, step_s, [(one.coordinates, one.record) for one in ranks])
         return View(
             name=self.path.resolve().name,
             path=self.path,
@@ -143,10 +144,10 @@ class RunView:
             strategy=strategy,
             device=str((stands.start or {}).get("device") or ""),
             curves=curves,
-            step_s=step_s,
+            step_s=comparison.step_time.measured,
             ranks=ranks,
             events=list(events),
-            comparison=compare(plan, curves, step_s, [(one.coordinates, one.record) for one in ranks]),
+            comparison=comparison,
             pipeline=self._pipeline(strategy, plan, ranks),
             goodput=self._account.now(events, curves, records, now if goes_on else None),
         )
