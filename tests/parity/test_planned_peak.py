@@ -69,10 +69,14 @@ CASES = [
 
 
 NARROW = [
+    ("dense", "dp=1", 1, 0),
     ("dense", "dp=1 recompute=full", 2, 0),
+    ("dense", "dp=8 zero=1", 2, 0),
     ("dense", "dp=8 zero=2", 1, 0),
     ("dense", "dp=8 zero=3", 2, 0),
+    ("dense", "dp=4 zero=1 tp=2", 2, 0),
     ("dense", "dp=2 zero=1 tp=2 pp=2", 8, 0),
+    ("dense", "dp=4 zero=3 pp=2", 8, 0),
     ("sparse", "dp=8 ep=4 zero=1", 2, 0),
 ]
 

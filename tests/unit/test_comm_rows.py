@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,10 @@ from meshwright.bench import comm
 from meshwright.bench.collectives import OPERATIONS
 from meshwright.bench.comm_rows import Row, lines_through, parse_size, sizes
 from meshwright.cli.bench_comm import COLLECTIVES, DTYPES
+from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.comm.bandwidth import fit
+from meshwright.comm.travel import BACKEND, Travel
+from meshwright.config import CommSection
 from meshwright.errors import UserError
 
 
@@ -65,3 +70,10 @@ def test_each_operation_and_axis_has_a_line() -> None:
 def test_the_command_line_knows_what_can_be_measured() -> None:
     assert tuple(OPERATIONS) == COLLECTIVES
     assert tuple(comm.DTYPES) == DTYPES
+
+
+def test_settings_name_all_algorithms_and_are_by_default_what_pytorch_does() -> None:
+    names = CommSection.model_fields["allreduce"].annotation
+    assert set(get_args(names)) == {BACKEND, *ALGORITHMS}
+    section = CommSection()
+    assert Travel(section.allreduce, section.bucket_mb) == Travel()

@@ -30,11 +30,12 @@ def test_peak_of_our_decoder_is_what_an_h200_measured(row: dict[str, str]) -> No
 
 
 def test_step_time_of_our_decoder_is_near_what_an_h200_measured() -> None:
-    rows = [row for row in MEASURED if row["step_ms"]]
-    errors = [abs(Timer(scenario_of(row), constants()).parts().total * 1e3 / float(row["step_ms"]) - 1) for row in rows]
-    assert sorted(errors)[len(errors) // 2] < 0.05
-    # Two are far off, GPT-2 and Qwen2.5-1.5B: docs/plan.md.
-    assert sum(error < 0.10 for error in errors) >= 0.9 * len(errors) >= 18
+    times = [Timer(scenario_of(row), constants()).parts().total * 1e3 / float(row["step_ms"]) - 1 for row in MEASURED]
+    assert sorted(map(abs, times))[len(times) // 2] < 0.05
+    # docs/plan.md says of these two why, as far as that is known.
+    far = {(row["model"], row["precision"]) for row, off in zip(MEASURED, times, strict=True) if abs(off) >= 0.10}
+    assert far == {("gpt2", "bf16"), ("qwen2.5-1.5b", "bf16")}
+    assert len(times) >= 20
 
 
 def test_a_peers_example_is_met_stage_by_stage() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from meshwright.bench.collectives import OPERATIONS
+from meshwright.bench.collectives import OPERATIONS, Collective
 from meshwright.bench.comm_rows import HEADER, UNITS, Row
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
@@ -87,9 +87,14 @@ def _row(
     if kind.divides:
         count = max(1, count // group.size()) * group.size()
     one = kind(count, dtype, world.device, group)
-    wrong = int(world.sum(torch.tensor(float(one.wrong()), dtype=torch.float64))) if asked.check else None
+    wrong = wrong_of(one, asked, world)
     seconds, calls = seconds_of(one.run, asked, world)
     return Row(operation, axis, group.size(), groups, count * dtype.itemsize, count, asked.dtype, seconds, calls, wrong)
+
+
+def wrong_of(one: Collective, asked: Asked, world: World) -> int | None:
+    """Wrong elements on all ranks after one call; None where nobody is to look."""
+    return int(world.gather(torch.tensor([one.wrong()])).sum()) if asked.check else None
 
 
 def seconds_of(work: Callable[[], object], asked: Asked, world: World) -> tuple[float, int]:

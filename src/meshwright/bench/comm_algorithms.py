@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from meshwright.bench.collectives import PERIOD, SendReceive
-from meshwright.bench.comm import DTYPES, Asked, seconds_of
+from meshwright.bench.collectives import AllReduce, SendReceive
+from meshwright.bench.comm import DTYPES, Asked, seconds_of, wrong_of
 from meshwright.comm import predict
 from meshwright.comm.algorithms import ALGORITHMS, Nodes
-from meshwright.comm.all_reduce import Sent, all_reduce
+from meshwright.comm.all_reduce import all_reduce, machines_of
 from meshwright.comm.bandwidth import Line, fit
+from meshwright.comm.travel import BACKEND
 from meshwright.parallel.world import World
 
-BACKEND = "backend"
 HEADER = (
     f"{'size (B)':>12}  {'algorithm':18}{'time (us)':>12}{'expected':>12}{'of backend':>12}"
     f"{'sent (B)':>14}{'expected':>14}{'#wrong':>8}"
 )
+
+
+class ByAlgorithm(AllReduce):
+    """An all-reduce by the backend, or by one of the algorithms."""
+
+    def __init__(
+        self, count: int, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup, name: str, nodes: Nodes
+    ) -> None:
+        super().__init__(count, dtype, device, group)
+        self.name, self.nodes = name, nodes
+        self.sent = 0
+        """Bytes that this rank has sent in the last call."""
+
+    def run(self) -> None:
+        if self.name == BACKEND:
+            super().run()
+        else:
+            self.sent = all_reduce(self.made, self.name, self.group, self.nodes)
 
 
 @dataclass(frozen=True)
@@ -39,7 +53,8 @@ class AlgorithmRow:
     sent: int | None
     """By the rank that sends most; None of the backend, which does not tell."""
     expected_sent: int | None
-    wrong: int
+    wrong: int | None
+    """Elements on all ranks that were wrong; None where nobody looked."""
     ratio: float
     """The backend's time over this one's."""
 
@@ -48,7 +63,7 @@ class AlgorithmRow:
         sent, planned = ("" if one is None else str(one) for one in (self.sent, self.expected_sent))
         return (
             f"{self.bytes:12d}  {self.algorithm:18}{self.seconds * 1e6:12.1f}{expected:>12}{self.ratio:11.2f}x"
-            f"{sent:>14}{planned:>14}{self.wrong:8d}"
+            f"{sent:>14}{planned:>14}{'N/A' if self.wrong is None else self.wrong:>8}"
         )
 
 
@@ -71,8 +86,8 @@ def nodes_of(world: World, node_size: int | None) -> Nodes:
     """Ranks by machine; or so many neighbours each, as if they were machines."""
     if node_size is not None:
         return [range(first, min(first + node_size, world.size)) for first in range(0, world.size, node_size)]
-    hosts = world.exchange(socket.gethostname())
-    return [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+    assert dist.group.WORLD is not None
+    return machines_of(dist.group.WORLD)
 
 
 def _link(asked: Asked, world: World) -> Line:
@@ -89,39 +104,22 @@ def _link(asked: Asked, world: World) -> Line:
 
 
 def _rows(asked: Asked, size: int, nodes: Nodes, line: Line, world: World) -> list[AlgorithmRow]:
+    assert dist.group.WORLD is not None
     dtype = DTYPES[asked.dtype]
     count = max(1, size // dtype.itemsize)
     rows: list[AlgorithmRow] = []
     reference = 0.0
     for name in (BACKEND, *ALGORITHMS):
-        tensor = torch.zeros(count, dtype=dtype, device=world.device)
-        work: Callable[[], Sent | None] = (
-            partial(_backend, tensor) if name == BACKEND else partial(all_reduce, tensor, name, nodes=nodes)
-        )
-        wrong, sent = _checked(work, tensor, world)
-        seconds, _ = seconds_of(work, asked, world)
+        one = ByAlgorithm(count, dtype, world.device, dist.group.WORLD, name, nodes)
+        wrong = wrong_of(one, asked, world)
+        seconds, _ = seconds_of(one.run, asked, world)
         reference = seconds if name == BACKEND else reference
-        expected = None if name == BACKEND else predict.seconds(name, world.size, count, dtype.itemsize, line, nodes)
-        planned = None if name == BACKEND else predict.traffic(name, world.size, count, dtype.itemsize, nodes).sent
-        told = None if name == BACKEND else sent
-        rows.append(AlgorithmRow(name, tensor.nbytes, seconds, expected, told, planned, wrong, reference / seconds))
+        expected = sent = planned = None
+        if name != BACKEND:
+            expected = predict.seconds(name, world.size, count, dtype.itemsize, line, nodes)
+            planned = predict.traffic(name, world.size, count, dtype.itemsize, nodes).sent
+            sent = int(world.gather(torch.tensor([one.sent])).max())
+        rows.append(AlgorithmRow(name, one.made.nbytes, seconds, expected, sent, planned, wrong, reference / seconds))
         if world.is_first:
             print(rows[-1], flush=True)
     return rows
-
-
-def _backend(tensor: Tensor) -> None:
-    dist.all_reduce(tensor)
-
-
-def _checked(work: Callable[[], Sent | None], tensor: Tensor, world: World) -> tuple[int, int]:
-    """Wrong elements over all ranks after one call, and bytes of the rank that sent most."""
-    places = torch.arange(tensor.numel(), device=tensor.device)
-    tensor.copy_((places + world.rank) % PERIOD % 2)
-    sent = work()
-    expected = sum(((places + rank) % PERIOD % 2).to(tensor.dtype) for rank in range(world.size))
-    wrong = int((tensor != expected).sum())
-    # Sums of sums would grow without end.
-    tensor.zero_()
-    both = world.gather(torch.tensor([wrong, sent.bytes if sent is not None else 0]))
-    return int(both[:, 0].sum()), int(both[:, 1].max())

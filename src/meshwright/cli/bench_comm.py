@@ -25,9 +25,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-e", "--end", default="128M", metavar="SIZE", help="largest size (default 128M)")
     parser.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="from size to size (default 2)")
     parser.add_argument("--strategy", metavar="TEXT", help="measure over each of its axes (default: all ranks)")
-    parser.add_argument(
-        "--dtype", default="float32", choices=("float32", "float64", "bf16", "fp16"), help="of elements"
-    )
+    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of elements")
     parser.add_argument(
         "--algorithms", action="store_true", help="all-reduce algorithms over messages beside the backend's own instead"
     )

@@ -118,8 +118,9 @@ def _train(args: argparse.Namespace, config: RunConfig) -> int:
 def _report_failure(folder: RunFolder, began: float) -> None:
     """Leave the report of a run that this command has worked on and given up, as one that ends has it."""
     from meshwright.observe.end_report import leave_report
+    from meshwright.observe.rank_times import fact
 
-    since = [event["event"] for event in folder.read_events() if float(event.get("time", 0.0)) >= began]
+    since = [event["event"] for event in folder.read_events() if fact(event, "time") >= began]
     if {"started", "resumed"} & set(since) and since[-1] == "gave_up":
         leave_report(folder)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,18 +19,10 @@ from meshwright.comm.rounds import Round
 from meshwright.comm.transfers import together
 
 
-@dataclass
-class Sent:
-    """What a rank has sent."""
-
-    bytes: int = 0
-    messages: int = 0
-
-
 def all_reduce(
     tensor: Tensor, algorithm: str = "ring", group: dist.ProcessGroup | None = None, nodes: Nodes = ()
-) -> Sent:
-    """Put the sum over the ranks of a group in the place of each one's tensor; gives what this rank has sent."""
+) -> int:
+    """Put the sum over the ranks of a group in the place of each one's tensor; gives the bytes that this rank sent."""
     group = group or dist.group.WORLD
     assert group is not None
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
@@ -52,9 +43,9 @@ def machines_of(group: dist.ProcessGroup) -> Nodes:
     return [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
 
 
-def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> Sent:
-    """Do what a rank has to do, on its numbers in one row."""
-    sent = Sent()
+def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> int:
+    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent."""
+    sent = 0
     room: dict[int, Tensor] = {}
     for one in rounds:
         arrivals = []
@@ -70,8 +61,7 @@ def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) 
         for arrival, taken in zip(arrivals, one.receives, strict=True):
             if taken.adds:
                 flat[taken.span.start : taken.span.stop].add_(arrival)
-        sent.bytes += sum(given.span.length for given in one.sends) * flat.element_size()
-        sent.messages += len(one.sends)
+        sent += sum(given.span.length for given in one.sends) * flat.element_size()
     return sent
 
 

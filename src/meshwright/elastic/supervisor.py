@@ -68,28 +68,27 @@ class Supervisor:
             self._private = Path(private)
             (self._private / OWNER).write_text(str(os.getpid()))
             _sweep(self._private.parent)
+            given_up: str | None = None
             try:
                 if self._watchdog_command is not None:
                     self._watchdog = WatchLink(self._watchdog_command, self._private)
                     self.membership.watch(self._private)
                 return self._generations()
             except (RankError, UserError) as error:
-                self._end_ranks()
-                self._journal.give_up(str(error))
+                given_up = str(error)
                 raise
             finally:
-                self._end_ranks()
+                if self._ranks is not None:
+                    self._ranks.kill()
+                self._journal.record_failure()
+                if given_up is not None:
+                    self._journal.give_up(given_up)
                 self._journal.take_news()
                 if self._watchdog is not None:
                     self._watchdog.close()
                 self.membership.close()
                 if self._lock is not None:
                     self._lock.close()
-
-    def _end_ranks(self) -> None:
-        if self._ranks is not None:
-            self._ranks.kill()
-        self._journal.record_failure()
 
     def _generations(self) -> Ending:
         failure: Failure | None = None

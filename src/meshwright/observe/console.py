@@ -80,9 +80,8 @@ class Console(Hook):
             return
         why = "finished" if trainer.finished else f"stopped at step {trainer.step} ({trainer.stop_reason})"
         took = clock(time.monotonic() - self.started)
-        since = (
-            f"{took} after going on from step {before.step}" if (before := trainer.resumed_from) else f"after {took}"
-        )
+        before = trainer.resumed_from
+        since = f"{took} after going on from step {before.step}" if before else f"after {took}"
         folder = trainer.job.folder
         self._say(f"{why} {since}; everything is in {folder.path}")
         if trainer.finished:

@@ -188,15 +188,14 @@ class RunView:
         begun = number((stands.start or {}).get("time"))
         turned = max((number(one.get("time")) or 0.0 for one in self._read_events if _ends(one)), default=0.0)
         failures, slow = _by_rank(self._read_events, begun)
-        states = _states(stands, [self._files.records.get(rank) or RankRecord(rank) for rank in range(world)], turned)
+        records = [self._files.records.get(rank) or RankRecord(rank) for rank in range(world)]
         found = []
-        for rank in range(world):
-            record = self._files.records.get(rank) or RankRecord(rank)
+        for rank, (record, state) in enumerate(zip(records, _states(stands, records, turned), strict=True)):
             found.append(
                 Rank(
                     rank,
                     _coordinates(record, strategy),
-                    states[rank],
+                    state,
                     record,
                     failures.get(rank, []),
                     _slowest(slow.get(rank, {})),

@@ -148,12 +148,14 @@ class _Reduce:
     dtype: torch.dtype
     scale: float
 
+    def outgoing(self, bucket: GradBucket) -> Tensor:
+        """What is to be summed."""
+        sent = bucket.buffer().to(self.dtype)
+        return sent if self.scale == 1.0 else sent.mul_(self.scale)
+
 
 def _reduce(how: _Reduce, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    held = bucket.buffer()
-    sent = held.to(how.dtype)
-    if how.scale != 1.0:
-        sent = sent.mul_(how.scale)
+    held, sent = bucket.buffer(), how.outgoing(bucket)
     work = dist.all_reduce(sent, group=how.group, async_op=True)
     return work.get_future().then(lambda future: held.copy_(future.value()[0]))
 
@@ -167,10 +169,7 @@ class _Algorithm(_Reduce):
 
 
 def _reduce_by_messages(how: _Algorithm, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    held = bucket.buffer()
-    sent = held.to(how.dtype)
-    if how.scale != 1.0:
-        sent = sent.mul_(how.scale)
+    held, sent = bucket.buffer(), how.outgoing(bucket)
     all_reduce(sent, how.name, how.group, how.nodes)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(held.copy_(sent))
