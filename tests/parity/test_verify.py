@@ -71,7 +71,9 @@ def test_missing_sum_of_a_row_is_found_in_its_region(prove: Any, monkeypatch: py
 def test_wrong_divisor_of_summed_gradients_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     wrap = data.wrap_ddp
     monkeypatch.setattr(
-        data, "wrap_ddp", lambda model, strategy, mesh, policy, _: wrap(model, strategy, mesh, policy, "sum")
+        data,
+        "wrap_ddp",
+        lambda model, strategy, mesh, policy, reduction, travel: wrap(model, strategy, mesh, policy, "sum", travel),
     )
     difference = first(prove("qwen2.5-0.5b", "dp=2"), "parameter gradient")
     assert difference["factor"] == pytest.approx(2.0)
