@@ -15,6 +15,8 @@ The short form is what people read and type: `dp=8 zero=3 tp=2`. Left-out degree
                 go with either: optimizer+activations
     wrap        = auto (layers, small ones with their neighbours), block, size:N, name:A+B; what is gathered together
                 with zero=2 and 3
+    compress    = none, fp16, bf16, int8, powersgd:N (columns), topk:F (share); how gradients are made smaller for their
+                way, with nothing but dp
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ OFFLOAD = ("none", "optimizer", "parameters", "activations", "optimizer+activati
 WRAP = ("auto", "block", "size:N", "name:A+B")
 LAYERS = ("even", "balanced", "N+N")
 SHARES = ("even", "N+N")
+COMPRESS = ("none", "fp16", "bf16", "int8", "powersgd:N", "topk:F")
 WHOLE_PARAMETERS = ("adafactor",)
 """Optimizers whose update of an element depends on others of its parameter."""
 CHOICES = {
@@ -51,8 +54,9 @@ CHOICES = {
     "offload": OFFLOAD,
     "wrap": WRAP,
     "shares": SHARES,
+    "compress": COMPRESS,
 }
-KEYS = (*DEGREES, "zero", "sp", "schedule", "layers", "cp_method", "recompute", "offload", "wrap", "shares")
+KEYS = (*DEGREES, "zero", "sp", *CHOICES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,9 @@ class Strategy:
     shares: str = "even"
     """How the samples of every micro-step are dealt out to the data-parallel ranks: even, or numbers, each for as many
     consecutive ranks as the others (3+1: the first half of them gets three times what the second half gets)."""
+    compress: str = "none"
+    """How gradients are made smaller for their way between data-parallel ranks that hold all parameters: none, fp16,
+    bf16, int8 (a scale for every 256), powersgd:N (matrices as products with N columns), topk:F (the largest ones)."""
 
     def __post_init__(self) -> None:
         for key in ("pp", "replicate", "shard", "cp", "tp", "ep"):
@@ -120,10 +127,27 @@ class Strategy:
             raise ConfigError(f"layers={self.layers} is not one number for each of {stages} stages")
         if self.shares != "even":
             self._take_shares()
+        if self.compress != "none":
+            self._check_compression()
         _, _, members = self.cp_method.partition(":")
         if members and self.cp % int(members):
             legal = divisors(self.cp)
             raise ConfigError(f"cp_method={self.cp_method} must divide cp={self.cp}; N can be {listed(legal)}")
+
+    def _check_compression(self) -> None:
+        for key, least, reason in (
+            ("zero", 0, "what is sent is more than gradients, or shards of them"),
+            ("tp", 1, "gradients of split matrices travel unit by unit"),
+            ("pp", 1, "gradients travel when the passes of all micro-batches are done"),
+            ("cp", 1, "ranks that split sequences take part in the sums"),
+            ("ep", 1, "gradients of experts go to other ranks than the rest"),
+        ):
+            value = getattr(self, key)
+            if value > least:
+                raise ConfigError(
+                    f"compress={self.compress} is for data parallel alone, with zero=0; with {key}={value} {reason}: "
+                    f"drop {key} or compress"
+                )
 
     def _take_shares(self) -> None:
         """Check the shares, and bring them into the form that all ways of writing them have."""
@@ -143,6 +167,11 @@ class Strategy:
     def dp(self) -> int:
         """Ranks that work on different samples."""
         return self.replicate * self.shard
+
+    @property
+    def sums_in_buckets(self) -> bool:
+        """Whether every rank holds all parameters, whole, so that DDP sums their gradients, bucket by bucket."""
+        return self.zero < 2 and self.tp == self.pp == self.ep == 1
 
     @property
     def host_states(self) -> str:
@@ -246,11 +275,7 @@ class Strategy:
         parts += [f"{key}={getattr(self, key)}" for key in ("tp", "pp", "cp", "ep") if getattr(self, key) > 1]
         if self.tp > 1 and not self.sp:
             parts.append("sp=off")
-        parts += [
-            f"{key}={getattr(self, key)}"
-            for key in ("schedule", "layers", "cp_method", "recompute", "offload", "wrap", "shares")
-            if getattr(self, key) != getattr(default, key)
-        ]
+        parts += [f"{key}={getattr(self, key)}" for key in CHOICES if getattr(self, key) != getattr(default, key)]
         return " ".join(parts)
 
     def check(self, model: ModelSpec, world: int, sequence_length: int | None = None, optimizer: str = "adamw") -> None:

@@ -12,7 +12,7 @@ from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.comm.all_reduce import all_reduce
 from meshwright.comm.travel import Travel
 from meshwright.errors import ConfigError
-from meshwright.parallel import data
+from meshwright.parallel import buckets
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.parity import Case, Prover, batch_of, step_of
@@ -41,7 +41,7 @@ def reductions(world: World, bucket_mb: float) -> list[int]:
         seen.append(tensor.numel())
         return all_reduce(tensor, *inputs)
 
-    with patch.object(data, "all_reduce", noted):
+    with patch.object(buckets, "all_reduce", noted):
         step(2, batch_of(case, 2, step.data_rank, step.strategy))
     return seen
 

@@ -102,7 +102,7 @@ class Manifest(_Entry):
     """What the parts of the training loop keep between steps."""
     files: dict[str, FileEntry] = {}
     tensors: dict[str, TensorEntry]
-    """`model.NAME`, `optimizer.KIND.NAME`."""
+    """`model.NAME`, `optimizer.KIND.NAME`; `unsent.NAME` and `basis.NAME` of compressed gradients."""
 
     @property
     def nbytes(self) -> int:

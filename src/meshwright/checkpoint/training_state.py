@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.pieces import Held, dtype_name
 from meshwright.checkpoint.reader import CheckpointReader, load_parts
+from meshwright.checkpoint.unsent import BASIS, UNSENT, check_unsent
 from meshwright.errors import CheckpointError
 from meshwright.models.shapes import shapes_of
 from meshwright.models.spec import ModelSpec
@@ -127,8 +128,9 @@ def check_names(manifest: Manifest) -> None:
         kind, parameter = _kind_of(name)
         if kind:
             kinds.setdefault(parameter, set()).add(kind)
-        elif not name.startswith("model."):
+        elif not name.startswith(("model.", f"{UNSENT}.", f"{BASIS}.")):
             raise CheckpointError(f"the checkpoint has {name}, which is neither a model's nor an optimizer's")
+    check_unsent(manifest, shapes)
     if not kinds:
         return
     _compare("optimizer", shapes, kinds)

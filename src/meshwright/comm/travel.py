@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from meshwright.comm.compression import Compression
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 
 BACKEND = "backend"
 BUCKET_MB = 25.0
+Auto = Literal["auto"]
 
 
 @dataclass(frozen=True)
@@ -17,15 +20,31 @@ class Travel:
 
     all_reduce: str = BACKEND
     """The backend's own, or one of `algorithms`, over messages from rank to rank."""
-    bucket_mb: float = BUCKET_MB
-    """MiB of gradients that travel together, while the backward pass goes on."""
+    bucket_mb: float | Auto | None = None
+    """MiB of gradients that travel together, while the backward pass goes on; None leaves it to the strategy."""
 
-    def check(self, strategy: Strategy, in_buckets: bool) -> None:
-        """Refuse what a strategy has no use for; `in_buckets` says whether its gradients travel whole, in buckets."""
-        asked = [f"comm.allreduce={self.all_reduce}"] if self.all_reduce != BACKEND else []
-        asked += [f"comm.bucket_mb={self.bucket_mb:g}"] if self.bucket_mb != BUCKET_MB else []
-        if asked and not in_buckets:
+    @property
+    def bucket_bytes(self) -> float:
+        """What a bucket of gradients holds, once it was measured where it is to be."""
+        assert self.bucket_mb != "auto"
+        return (BUCKET_MB if self.bucket_mb is None else self.bucket_mb) * 2**20
+
+    def check(self, strategy: Strategy) -> None:
+        """Refuse what a strategy has no use for."""
+        if self.all_reduce != BACKEND and not strategy.sums_in_buckets:
             raise ConfigError(
-                f"{asked[0]} is of gradients that are summed in buckets, as with zero=0 or 1 without tp, pp and ep; "
-                f"under {strategy} others carry them: leave it out"
+                f"comm.allreduce={self.all_reduce} is of gradients that are summed whole, as with zero=0 or 1 without "
+                f"tp, pp and ep; under {strategy} others carry them: leave it out"
             )
+        if self.all_reduce != BACKEND and not Compression.parse(strategy.compress).sums:
+            raise ConfigError(
+                f"comm.allreduce={self.all_reduce} sums tensors, and compress={strategy.compress} exchanges codes by "
+                "itself: leave one of them out"
+            )
+        if self.bucket_mb is not None and strategy.zero == 3:
+            raise ConfigError(
+                f"comm.bucket_mb={self.bucket_mb} is of gradients of whole parameters; with zero=3 they travel with "
+                "what is gathered together: use wrap=size:N in parallel.strategy"
+            )
+        if self.bucket_mb is not None and strategy.wrap != "auto":
+            raise ConfigError(f"comm.bucket_mb={self.bucket_mb} and wrap={strategy.wrap} say the same: leave one out")

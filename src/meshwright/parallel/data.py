@@ -9,15 +9,13 @@
   first forward pass of a step to its last backward pass.
 """
 
-# No `from __future__ import annotations` here: torch reads the communication hook's annotations as types.
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,13 +26,14 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.comm.algorithms import Nodes
-from meshwright.comm.all_reduce import all_reduce, machines_of
-from meshwright.comm.travel import BACKEND, Travel
+from meshwright.comm.compression import Compression
+from meshwright.comm.compressors import Compressor
+from meshwright.comm.travel import Travel
 from meshwright.models.mixture import mixtures
+from meshwright.parallel.buckets import carry
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, GradBucket, group_for_ddp, group_of
+from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, group_for_ddp
 from meshwright.strategy import Strategy
 from meshwright.torch_private import beside, reduce_gradients
 from meshwright.torch_private import replicate as replicate_composable
@@ -53,7 +52,7 @@ def apply(
     reduction: Reduction,
 ) -> None:
     """Shard or replicate unit by unit; what is outside of the units goes with the root."""
-    if mesh.loss.size() == 1 or uses_ddp(strategy):
+    if mesh.loss.size() == 1 or strategy.sums_in_buckets:
         return
     policy = MixedPrecisionPolicy(
         param_dtype=precision.param if precision.mixed else None,
@@ -112,68 +111,21 @@ def _sharding(strategy: Strategy, over: DeviceMesh, policy: MixedPrecisionPolicy
 
 def wrap_ddp(
     model: nn.Module, strategy: Strategy, mesh: Mesh, precision: Precision, reduction: Reduction, travel: Travel
-) -> nn.Module:
-    """The module to call for a training step: where parameters are whole, one that reduces their gradients."""
-    if mesh.loss.size() == 1 or not uses_ddp(strategy):
-        return model
+) -> tuple[nn.Module, Compressor | None]:
+    """The module to call for a training step: where parameters are whole, one that reduces their gradients; and what
+    compresses them on their way."""
+    if mesh.loss.size() == 1 or not strategy.sums_in_buckets:
+        return model, None
     group = group_for_ddp(mesh.loss.get_group())
     replica = DistributedDataParallel(
         model,
         process_group=group,
         gradient_as_bucket_view=True,
-        bucket_cap_mb=travel.bucket_mb,
+        bucket_cap_mb=travel.bucket_bytes / 2**20,
         **BUFFERS_STAY_LOCAL,
     )
-    scale = 1.0 if reduction == "sum" else 1.0 / mesh.loss.size()
-    if travel.all_reduce != BACKEND:
-        # A group of its own: its messages are not counted among the collectives of the other.
-        own = group_of(dist.get_process_group_ranks(group))
-        how = _Algorithm(own, precision.reduce, scale, travel.all_reduce, machines_of(own))
-        replica.register_comm_hook(how, _reduce_by_messages)
-    elif reduction != "mean" or precision.reduce != precision.stored:
-        replica.register_comm_hook(_Reduce(group, precision.reduce, scale), _reduce)
-    return replica
-
-
-def uses_ddp(strategy: Strategy) -> bool:
-    """Whether DistributedDataParallel does it: every rank holds all parameters, whole."""
-    return strategy.zero < 2 and strategy.tp == strategy.pp == strategy.ep == 1
-
-
-@dataclass
-class _Reduce:
-    """How a bucket of gradients is reduced: by whom, in which dtype, divided by how many."""
-
-    group: dist.ProcessGroup
-    dtype: torch.dtype
-    scale: float
-
-    def outgoing(self, bucket: GradBucket) -> Tensor:
-        """What is to be summed."""
-        sent = bucket.buffer().to(self.dtype)
-        return sent if self.scale == 1.0 else sent.mul_(self.scale)
-
-
-def _reduce(how: _Reduce, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    held, sent = bucket.buffer(), how.outgoing(bucket)
-    work = dist.all_reduce(sent, group=how.group, async_op=True)
-    return work.get_future().then(lambda future: held.copy_(future.value()[0]))
-
-
-@dataclass
-class _Algorithm(_Reduce):
-    """The same by messages from rank to rank."""
-
-    name: str
-    nodes: Nodes
-
-
-def _reduce_by_messages(how: _Algorithm, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    held, sent = bucket.buffer(), how.outgoing(bucket)
-    all_reduce(sent, how.name, how.group, how.nodes)
-    done: torch.futures.Future[Tensor] = torch.futures.Future()
-    done.set_result(held.copy_(sent))
-    return done
+    compression = Compression.parse(strategy.compress)
+    return replica, carry(replica, group, travel, compression, precision, reduction == "mean")
 
 
 def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.compressors import Compressor
 from meshwright.comm.travel import Travel
 from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
@@ -63,6 +64,8 @@ class Parallel:
         self.last_step: Spans | None = None
         self._context = context
         self._replica: nn.Module | None = None
+        self.compressor: Compressor | None = None
+        """What makes gradients smaller for their way, where the strategy says so; known once it was called."""
         self.pulse = Pulse()
         """Where this rank says which pass it is in."""
 
@@ -81,7 +84,7 @@ class Parallel:
         if self._replica is None:
             self._replica = self.module
             if self.mesh is not None:
-                self._replica = data.wrap_ddp(
+                self._replica, self.compressor = data.wrap_ddp(
                     self.module, self.strategy, self.mesh, self.precision, self._reduction, self._travel
                 )
         return self._replica

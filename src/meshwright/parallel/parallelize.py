@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,11 +19,13 @@ from torch import Tensor, nn
 
 from meshwright.comm.travel import Travel
 from meshwright.context_layout import ContextLayout
+from meshwright.cuts import SMALL_UNIT
 from meshwright.errors import ConfigError
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.models.reads import around_forward
 from meshwright.parallel import compile, context, data, experts, precision, recompute, tensor
+from meshwright.parallel.bucket_size import measured_bucket_mb
 from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.host_activations import HostActivations
@@ -63,13 +66,22 @@ def parallelize(
     policy = precision or Precision(*(dtype,) * 3, buffer=None)
     check_model(model, strategy, world)
     travel = travel or Travel()
-    travel.check(strategy, data.uses_ddp(strategy))
+    travel.check(strategy)
     if mesh is None and strategy.world > 1:
         _start_group()
         mesh = make_mesh(strategy, _device_type(model))
     if mesh is not None:
         _take_first_ranks_weights(model)
+    if travel.bucket_mb == "auto":
+        travel = replace(travel, bucket_mb=_measured_bucket_mb(model, mesh, policy))
     return _apply(model, strategy, mesh, policy, reduction, compiled, travel)
+
+
+def _measured_bucket_mb(model: nn.Module, mesh: Mesh | None, policy: Precision) -> float | None:
+    if mesh is None or mesh.loss.size() == 1:
+        return None
+    size = sum(parameter.numel() for parameter in model.parameters()) * policy.reduce.itemsize
+    return measured_bucket_mb(mesh.loss.get_group(), size, torch.device(mesh.axes.device_type))
 
 
 def _apply(
@@ -88,7 +100,8 @@ def _apply(
         assert mesh is not None
         pipeline = _cut(model, strategy, mesh, policy)
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
-    units = units_of(model, strategy.wrap, pipeline.own_layers if pipeline is not None else None)
+    least = int(travel.bucket_bytes / policy.reduce.itemsize) if travel.bucket_mb is not None else SMALL_UNIT
+    units = units_of(model, strategy.wrap, pipeline.own_layers if pipeline is not None else None, least)
     tokens: Context | None = None
     if policy.float8 is not None:
         precision.multiply_in_float8(model, policy.float8)

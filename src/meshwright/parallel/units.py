@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from meshwright.cuts import group_small
+from meshwright.cuts import SMALL_UNIT, group_small
 from meshwright.errors import ConfigError
 from meshwright.torch_private import parameters_of
 
@@ -23,8 +23,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return max((members for depth, members in found if depth == outermost), key=len, default=[])
 
 
-def units_of(model: nn.Module, wrap: str, stages: Sequence[range] | None = None) -> list[list[nn.Module]]:
-    """The modules that are wrapped together, inner ones first; the rest goes with the root.
+def units_of(
+    model: nn.Module, wrap: str, stages: Sequence[range] | None = None, least: int = SMALL_UNIT
+) -> list[list[nn.Module]]:
+    """The modules that are wrapped together, inner ones first; the rest goes with the root. With wrap=auto layers are
+    together until they have `least` parameters.
 
     A parameter that several modules share belongs to none of them alone, and goes with the root. Layers of different
     pipeline stages run at different times and are not wrapped together.
@@ -45,7 +48,7 @@ def units_of(model: nn.Module, wrap: str, stages: Sequence[range] | None = None)
         run = blocks[start : start + count]
         start += count
         sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in run]
-        units += [[run[index] for index in group] for group in group_small(sizes, total)]
+        units += [[run[index] for index in group] for group in group_small(sizes, total, least)]
     return units
 
 

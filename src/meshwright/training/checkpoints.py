@@ -17,6 +17,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saver import Outcome, Saver
 from meshwright.checkpoint.training_state import parts_of
+from meshwright.checkpoint.unsent import unsent_parts
 from meshwright.config import CheckpointSection
 from meshwright.errors import CheckpointError
 from meshwright.training.held_state import NonFiniteState, assert_finite
@@ -116,7 +117,7 @@ class SaveCheckpoints(Hook):
         """Save the trainer's state as a checkpoint of its run; every rank writes its share."""
         trainer.world.pulse.enter("stage")
         assert_finite(trainer.model, trainer.optimizer, trainer.world, trainer.step)
-        parts = parts_of(trainer.model, trainer.optimizer)
+        parts = parts_of(trainer.model, trainer.optimizer) | unsent_parts(trainer.one_step.parallel.compressor)
         saver = self._make_saver(trainer)
         saver.save(manifest_of(trainer, self._metrics), parts, background=background)
         before = trainer.resumed_from.step if trainer.resumed_from else -1

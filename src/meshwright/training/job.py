@@ -28,6 +28,7 @@ from meshwright.models.spec import Experts, ModelSpec
 from meshwright.secrets import read_token
 from meshwright.strategy import Strategy
 from meshwright.training.run_folder import RunFolder
+from meshwright.training.travel import travel_of
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def make_job(config: RunConfig, world: int) -> Job:
     strategy = Strategy.parse(config.parallel.strategy, world)
     spec = model_spec(config)
     strategy.check(spec, world, config.data.sequence_length, config.train.optimizer)
+    travel_of(config, strategy)
     if config.data.sequence_length > spec.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length={config.data.sequence_length} is more than the model's "

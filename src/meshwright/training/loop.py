@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from meshwright.checkpoint.format import DamageError, Manifest
 from meshwright.checkpoint.place import Place, open_place, own_place
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.training_state import check_optimizer, restore
+from meshwright.checkpoint.unsent import restore_unsent
 from meshwright.config import RunConfig
 from meshwright.data.feed import BadSample, read_samples
 from meshwright.data.prefetch import Prefetcher
@@ -243,6 +245,13 @@ class TrainingLoop:
         self.one_step.parallel.reshard()
         self.optimizer.state.clear()
         restore(reader, self.model, self.optimizer)
+        if restore_unsent(reader, self.model, self.one_step.parallel.compressor) and self.world.is_first:
+            text = (
+                f"the checkpoint of step {manifest.step} has gradients that were not sent yet, and "
+                f"{self.job.strategy} sends all of them: they are left out"
+            )
+            self.job.folder.event("unsent_dropped", step=manifest.step, error=text)
+            print(f"meshwright: {text}", file=sys.stderr, flush=True)
 
     def take_up(self, manifest: Manifest) -> None:
         """Go on from the checkpoint that was just restored."""

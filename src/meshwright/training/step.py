@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from meshwright.comm.travel import Travel
 from meshwright.config import RunConfig
 from meshwright.errors import ExitCode, UserError
 from meshwright.models.cross_entropy import IGNORED
@@ -19,7 +18,7 @@ from meshwright.models.initialize import build_meta, initialize, materialise
 from meshwright.models.mixture import finish_step, mixtures
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.compile import compiles
-from meshwright.parallel.data import Reduction, uses_ddp
+from meshwright.parallel.data import Reduction
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
@@ -32,6 +31,7 @@ from meshwright.training.optimizer import make_optimizer
 from meshwright.training.precision import check_device, precision_of, uses_tf32
 from meshwright.training.schedule import learning_rate
 from meshwright.training.tf32 import tf32_products
+from meshwright.training.travel import travel_of
 from meshwright.training.update import OnItsWay, unfit, update, update_if_fit, updates_on_device
 
 
@@ -69,7 +69,7 @@ class TrainingStep:
         self.model = build_meta(spec, precision.stored)
         # Gradients are sums over ranks: the loss is divided by the global count of tokens. DDP's own reduction, an
         # average of a multiple, is the fastest way to the sum.
-        averaged = self._averaged = uses_ddp(strategy) and strategy.dp * strategy.cp > 1
+        averaged = self._averaged = strategy.sums_in_buckets and strategy.dp * strategy.cp > 1
         self._loss_factor = strategy.dp * strategy.cp if averaged else 1
         # The ranks that hold the same tokens, of those which have the loss.
         self._copies = strategy.tp
@@ -81,13 +81,15 @@ class TrainingStep:
             precision=precision,
             reduction=reduction,
             compiled=self.compiled,
-            travel=Travel(config.comm.allreduce, config.comm.bucket_mb),
+            travel=travel_of(config, strategy),
         )
         self.parallel.pulse = world.pulse
         self.data_rank = self.parallel.data_rank
         self.give_memory(spec)
         self.model.dropout_seed = config.run.seed
         self.model.train()
+        # With its memory, so that what gradients leave behind on their way has a place in checkpoints.
+        _ = self.parallel.replica
         self.optimizer = make_optimizer(self.parallel, config.train)
         self._mixtures = list(mixtures(self.model))
 

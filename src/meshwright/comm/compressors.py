@@ -1,0 +1,226 @@
+"""Sums of gradients over ranks that send less than the gradients: the kinds of `compression`, as running code.
+
+A compressor gets a bucket of gradients, the same parameters on every rank, and puts (nearly) their sum over ranks in
+its place, the same bits on all ranks. It asks the host for nothing, so that a GPU is not waited for.
+
+Where it remembers what it did not send (`unsent`), a gradient that is no number reaches all ranks as such, and leaves
+what is remembered as it was.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.comm.compression import BLOCK, Compression
+from meshwright.models.counter_random import key_of, normal
+from meshwright.parallel.torch_releases import all_gather_into
+
+Sum = Callable[[Tensor], None]
+"""Puts the sum over ranks in the place of a tensor."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel together."""
+
+    flat: Tensor
+    """All of them in one row."""
+    gradients: Sequence[Tensor]
+    """Views of it, in the shapes of their parameters."""
+    names: Sequence[str]
+
+
+class Compressor(ABC):
+    """One kind of compression on one rank."""
+
+    def __init__(self, how: Compression, group: dist.ProcessGroup, summed: Sum) -> None:
+        self.how, self.group, self.sum = how, group, summed
+        self.unsent: dict[str, Tensor] = {}
+        """By parameter: what this rank has not sent yet; that of all ranks together belongs to the gradient."""
+        self.bases: dict[str, Tensor] = {}
+        """By parameter: the directions that its last gradient went in, the same on all ranks."""
+
+    @abstractmethod
+    def __call__(self, bucket: Bucket) -> None:
+        """Put the sum over ranks in the place of the bucket's gradients."""
+
+    def _room(self, bucket: Bucket) -> list[Tensor]:
+        """What was not sent of a bucket's gradients; nothing at first."""
+        for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
+            if name not in self.unsent:
+                self.unsent[name] = torch.zeros(gradient.shape, dtype=_wide(gradient.dtype), device=gradient.device)
+        return [self.unsent[name] for name in bucket.names]
+
+
+class Narrow(Compressor):
+    """Sums in 16 bits. In fp16 they are scaled, alike on all ranks, so that none is too large and few are too small."""
+
+    DTYPES: ClassVar[Mapping[str, torch.dtype]] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+    def __call__(self, bucket: Bucket) -> None:
+        flat, dtype = bucket.flat, self.DTYPES[self.how.kind]
+        if dtype == torch.bfloat16:
+            sent = flat.to(dtype)
+            self.sum(sent)
+            flat.copy_(sent)
+            return
+        largest = flat.abs().max().float() if flat.numel() else torch.zeros((), device=flat.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        # A power of two loses nothing; sums stay within half of the largest number of fp16.
+        room = torch.finfo(dtype).max / 2 / self.group.size()
+        scale = torch.exp2(torch.floor(torch.log2(room / largest.clamp(min=1e-30))))
+        scale = torch.where(largest.isfinite(), scale, torch.ones_like(scale)).clamp(max=2.0**60)
+        sent = (flat * scale).to(dtype)
+        self.sum(sent)
+        torch.div(sent.to(flat.dtype), scale, out=flat)
+
+
+class Eight(Compressor):
+    """In 8 bits with a scale for every block: each rank sums one part of the bucket in full, and all get the sums."""
+
+    def __call__(self, bucket: Bucket) -> None:
+        flat, ranks = bucket.flat, self.group.size()
+        blocks = -(-flat.numel() // (BLOCK * ranks))
+        rows = torch.zeros(ranks * blocks, BLOCK, dtype=torch.float32, device=flat.device)
+        rows.view(-1)[: flat.numel()].copy_(flat)
+        outgoing = _encode(rows).view(ranks, -1)
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=self.group)
+        total = _decode(incoming, blocks).view(ranks, -1).sum(dim=0)
+        own = _encode(total.view(blocks, BLOCK)).view(-1)
+        everyone = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
+        all_gather_into(everyone, own, group=self.group)
+        flat.copy_(_decode(everyone.view(ranks, -1), blocks).view(-1)[: flat.numel()])
+
+
+def _encode(rows: Tensor) -> Tensor:
+    """Rows in 8 bits each, as bytes: of each its codes, then its scale; no number where something in it is none."""
+    scales = rows.abs().amax(dim=1, keepdim=True) / 127
+    codes = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+    return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
+
+
+def _decode(parts: Tensor, blocks: int) -> Tensor:
+    """The rows of bytes as numbers."""
+    rows = parts.view(len(parts) * blocks, -1)
+    scales = rows[:, BLOCK:].contiguous().view(torch.float32)
+    return rows[:, :BLOCK].contiguous().view(torch.int8).float() * scales
+
+
+class TopK(Compressor):
+    """The largest numbers with their places; the rest waits for the next step."""
+
+    def __call__(self, bucket: Bucket) -> None:
+        flat, unsent = bucket.flat, self._room(bucket)
+        row = torch.cat([one.view(-1) for one in unsent]).add_(flat)
+        places = largest(row, self.how.kept(row.numel()))
+        values = row[places]
+        rest = row.index_fill_(0, places, 0.0)
+        fine = values.isfinite().all()
+        for one, part in zip(unsent, rest.split([one.numel() for one in unsent]), strict=True):
+            torch.where(fine, part.view_as(one), one, out=one)
+        # Values and places in one message.
+        sent = torch.cat((values.contiguous().view(torch.int32), places.to(torch.int32)))
+        everyone = torch.empty(self.group.size() * sent.numel(), dtype=torch.int32, device=sent.device)
+        all_gather_into(everyone, sent, group=self.group)
+        total = torch.zeros_like(row)
+        split = values.numel() * (values.element_size() // 4)
+        # One rank after the other, so that all add up in the same order.
+        for one in everyone.view(self.group.size(), -1):
+            total.index_add_(0, one[split:].long(), one[:split].view(values.dtype))
+        flat.copy_(total)
+
+
+def largest(row: Tensor, count: int) -> Tensor:
+    """Places of the numbers that are farthest from zero; those that are no numbers count as such."""
+    size = row.abs()
+    if row.device.type == "cpu" and 0 < count * 8 < row.numel() and row.numel() > 4096:
+        # Few can be among them: those above what a sample says that a few more than wanted are above.
+        step = max(1, row.numel() // 65536)
+        sample = size[::step]
+        wanted = min(len(sample), int(1.2 * count * len(sample) / row.numel()) + 8)
+        # Not less than, so that what is no number stays.
+        candidates = (~(size < sample.topk(wanted).values[-1])).nonzero().view(-1)
+        if len(candidates) >= count:
+            return candidates[size[candidates].topk(count, sorted=False).indices]
+    return size.topk(count, sorted=False).indices
+
+
+class PowerSgd(Compressor):
+    """Matrices as products of two narrow ones, found by one step of a power iteration that begins with the last one's.
+
+    With the matrices of all ranks M and the last directions Q: P = sum of M Q, made orthogonal; Q = sum of M' P; the
+    sum is P Q'. A rank has sent what of its own M lies along P.
+    """
+
+    def __call__(self, bucket: Bucket) -> None:
+        kept = [self.how.factored(gradient.shape) is not None for gradient in bucket.gradients]
+        plain = [one.reshape(-1) for one, factored in zip(bucket.gradients, kept, strict=True) if not factored]
+        chosen = [index for index, factored in enumerate(kept) if factored]
+        matrices_only = Bucket(
+            bucket.flat, [bucket.gradients[index] for index in chosen], [bucket.names[index] for index in chosen]
+        )
+        unsent = self._room(matrices_only)
+        matrices = [
+            (gradient + rest).flatten(1) for gradient, rest in zip(matrices_only.gradients, unsent, strict=True)
+        ]
+        bases = [self._basis(name, one) for name, one in zip(matrices_only.names, matrices, strict=True)]
+        left = self._summed([one @ basis for one, basis in zip(matrices, bases, strict=True)] + plain)
+        products, rest = left[: len(matrices)], left[len(matrices) :]
+        fine = torch.stack([one.isfinite().all() for one in products]) if products else torch.ones(0, dtype=torch.bool)
+        # Of what is no number nothing is made, here or on other ranks: all see the same sums.
+        across = [
+            torch.linalg.qr(torch.where(one, product, torch.ones_like(product))).Q
+            for one, product in zip(fine, products, strict=True)
+        ]
+        own = [matrix.T @ side for matrix, side in zip(matrices, across, strict=True)]
+        along = self._summed(own)
+        for index, side in enumerate(across):
+            gradient, one = matrices_only.gradients[index], fine[index]
+            found = torch.where(one, side @ along[index].T, torch.full_like(matrices[index], torch.nan))
+            gradient.copy_(found.view_as(gradient))
+            remaining = (matrices[index] - side @ own[index].T).view_as(gradient)
+            torch.where(one, remaining, unsent[index], out=unsent[index])
+            basis = bases[index]
+            torch.where(one, along[index], basis, out=basis)
+        for place, total in zip(plain, rest, strict=True):
+            place.copy_(total)
+
+    def _summed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Their sums over ranks, in one message."""
+        if not tensors:
+            return []
+        row = torch.cat([one.reshape(-1) for one in tensors])
+        self.sum(row)
+        return [
+            part.view_as(one) for part, one in zip(row.split([one.numel() for one in tensors]), tensors, strict=True)
+        ]
+
+    def _basis(self, name: str, matrix: Tensor) -> Tensor:
+        if name not in self.bases:
+            columns = self.how.columns
+            index = torch.arange(matrix.shape[1] * columns, device=matrix.device).view(-1, columns)
+            self.bases[name] = torch.linalg.qr(normal(key_of("basis", name), index)).Q.to(matrix.dtype)
+        return self.bases[name]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which what was not sent is kept: small numbers are added up there."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+KINDS: Mapping[str, type[Compressor]] = {
+    "fp16": Narrow, "bf16": Narrow, "int8": Eight, "powersgd": PowerSgd, "topk": TopK,
+}  # fmt: skip
+
+
+def compressor(how: Compression, group: dist.ProcessGroup, summed: Sum) -> Compressor:
+    """The compressor of a kind, for the ranks of a group."""
+    return KINDS[how.kind](how, group, summed)

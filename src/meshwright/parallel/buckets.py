@@ -1,0 +1,144 @@
+"""Buckets of gradients on their way over data-parallel ranks: DDP's communication hooks.
+
+The backend's own all-reduce runs beside the backward pass by itself. What takes several exchanges (algorithms over
+messages, compression) runs in a thread of its own, bucket after bucket, in the order in which DDP hands them out: the
+same on all ranks. It has a process group of its own, since the backward pass may use the other one meanwhile.
+"""
+
+# No `from __future__ import annotations` here: torch reads the communication hook's annotations as types.
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.comm.all_reduce import all_reduce, machines_of
+from meshwright.comm.compression import NONE, Compression
+from meshwright.comm.compressors import Bucket, Compressor, compressor
+from meshwright.comm.travel import BACKEND, Travel
+from meshwright.parallel.precision import Precision
+from meshwright.parallel.torch_releases import GradBucket, group_of
+
+Reduce = Callable[[Bucket], None]
+"""Puts the sum over ranks in the place of a bucket's gradients."""
+
+
+def carry(
+    replica: DistributedDataParallel,
+    group: dist.ProcessGroup,
+    travel: Travel,
+    compression: Compression,
+    precision: Precision,
+    mean: bool,
+) -> Compressor | None:
+    """Let the gradients of a replica travel so, to their mean or sum; gives what compresses them on their way."""
+    scale, dtype = 1.0 / group.size() if mean else 1.0, precision.reduce
+    if compression.kind == NONE and travel.all_reduce == BACKEND:
+        # A mean of gradients as they are is what DDP does by itself.
+        if not mean or dtype != precision.stored:
+            replica.register_comm_hook(_Whole(group, dtype, scale), _reduce)
+        return None
+    own = group_of(dist.get_process_group_ranks(group))
+    names: dict[Tensor, str] = {parameter: name for name, parameter in replica.module.named_parameters()}
+    total = _sum_over(own, travel)
+    compressing = None if compression.kind == NONE else compressor(compression, own, total)
+    reduce = compressing or _InDtype(total, dtype)
+    replica.register_comm_hook(_InTurn(reduce, names, scale), _reduce_in_turn)
+    return compressing
+
+
+def _sum_over(group: dist.ProcessGroup, travel: Travel) -> Callable[[Tensor], None]:
+    """A sum over the ranks of a group, in place, by the backend or by an algorithm over messages."""
+    if travel.all_reduce == BACKEND:
+
+        def by_backend(tensor: Tensor) -> None:
+            dist.all_reduce(tensor, group=group)
+
+        return by_backend
+    nodes = machines_of(group)
+
+    def by_messages(tensor: Tensor) -> None:
+        all_reduce(tensor, travel.all_reduce, group, nodes)
+
+    return by_messages
+
+
+@dataclass
+class _Whole:
+    """How the backend reduces a bucket: in which group and dtype, multiplied by what."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype
+    scale: float
+
+
+def _reduce(how: _Whole, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    held = bucket.buffer()
+    sent = held.to(how.dtype)
+    if how.scale != 1.0:
+        sent.mul_(how.scale)
+    work = dist.all_reduce(sent, group=how.group, async_op=True)
+    return work.get_future().then(lambda future: held.copy_(future.value()[0]))
+
+
+@dataclass
+class _InDtype:
+    """A sum in a dtype that gradients may not have."""
+
+    total: Callable[[Tensor], None]
+    dtype: torch.dtype
+
+    def __call__(self, bucket: Bucket) -> None:
+        sent = bucket.flat.to(self.dtype)
+        self.total(sent)
+        bucket.flat.copy_(sent)
+
+
+class _InTurn:
+    """Reduces buckets one after the other, in a thread beside the backward pass."""
+
+    def __init__(self, reduce: Reduce, names: Mapping[Tensor, str], scale: float) -> None:
+        self._reduce, self._names, self._scale = reduce, names, scale
+        self._thread = ThreadPoolExecutor(1, "gradients")
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, taken: GradBucket) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket soon; its gradients are ready as far as later work on this device can tell."""
+        flat = taken.buffer()
+        bucket = Bucket(flat, taken.gradients(), [self._names[one] for one in taken.parameters()])
+        if flat.device.type != "cuda":
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            self._thread.submit(self._run, bucket, done)
+            return done
+        done = torch.futures.Future(devices=[flat.device])
+        self._stream = self._stream or torch.cuda.Stream(flat.device)
+        self._thread.submit(
+            self._run_on, self._stream, torch.cuda.current_stream(flat.device).record_event(), bucket, done
+        )
+        return done
+
+    @torch.no_grad()
+    def _run(self, bucket: Bucket, done: torch.futures.Future[Tensor]) -> None:
+        try:
+            if self._scale != 1.0:
+                bucket.flat.mul_(self._scale)
+            self._reduce(bucket)
+        # Whatever it is, it ends the backward pass, which waits for this.
+        except Exception as error:
+            done.set_exception(error)  # type: ignore[arg-type]
+        else:
+            done.set_result(bucket.flat)
+
+    def _run_on(
+        self, stream: torch.cuda.Stream, ready: torch.cuda.Event, bucket: Bucket, done: torch.futures.Future[Tensor]
+    ) -> None:
+        with torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            self._run(bucket, done)
+
+
+def _reduce_in_turn(how: _InTurn, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+    return how.begin(bucket)
