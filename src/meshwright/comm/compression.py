@@ -78,7 +78,8 @@ class Compression:
             case "powersgd":
                 pairs = [self.factored(shape) for shape in shapes]
                 plain = sum(prod(shape) for shape, pair in zip(shapes, pairs, strict=True) if pair is None)
-                return ring(plain + sum(sum(pair) * self.columns for pair in pairs if pair), ranks, element)
+                left, right = (self.columns * sum(pair[side] for pair in pairs if pair) for side in (0, 1))
+                return ring(plain + left, ranks, element) + ring(right, ranks, element)
             case "fp16" | "bf16":
                 return ring(numbers, ranks, 2)
             case _:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.compression import BLOCK, Compression
+from meshwright.comm.compression import BLOCK, Compression, ring
 from meshwright.models.counter_random import key_of, normal
 from meshwright.parallel.torch_releases import all_gather_into
 
@@ -40,8 +40,10 @@ class Bucket:
 class Compressor(ABC):
     """One kind of compression on one rank."""
 
-    def __init__(self, how: Compression, group: dist.ProcessGroup, summed: Sum) -> None:
-        self.how, self.group, self.sum = how, group, summed
+    def __init__(self, how: Compression, group: dist.ProcessGroup, total: Sum) -> None:
+        self.how, self.group, self._total = how, group, total
+        self.sent = 0
+        """Bytes that this rank has sent, counted for rings."""
         self.unsent: dict[str, Tensor] = {}
         """By parameter: what this rank has not sent yet; that of all ranks together belongs to the gradient."""
         self.bases: dict[str, Tensor] = {}
@@ -50,6 +52,26 @@ class Compressor(ABC):
     @abstractmethod
     def __call__(self, bucket: Bucket) -> None:
         """Put the sum over ranks in the place of the bucket's gradients."""
+
+    def sum(self, tensor: Tensor) -> None:
+        """Put the sum over ranks in the place of a tensor."""
+        self._total(tensor)
+        self.sent += ring(tensor.numel(), self.group.size(), tensor.element_size())
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all ranks, in rows."""
+        ranks = self.group.size()
+        everyone = torch.empty(ranks * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        all_gather_into(everyone, tensor.view(-1), group=self.group)
+        self.sent += (ranks - 1) * tensor.nbytes
+        return everyone.view(ranks, -1)
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """What the ranks have for this one, in rows; each rank gives a row for each."""
+        incoming = torch.empty_like(rows)
+        dist.all_to_all_single(incoming, rows, group=self.group)
+        self.sent += rows.nbytes // len(rows) * (len(rows) - 1)
+        return incoming
 
     def _room(self, bucket: Bucket) -> list[Tensor]:
         """What was not sent of a bucket's gradients; nothing at first."""
@@ -90,14 +112,10 @@ class Eight(Compressor):
         blocks = -(-flat.numel() // (BLOCK * ranks))
         rows = torch.zeros(ranks * blocks, BLOCK, dtype=torch.float32, device=flat.device)
         rows.view(-1)[: flat.numel()].copy_(flat)
-        outgoing = _encode(rows).view(ranks, -1)
-        incoming = torch.empty_like(outgoing)
-        dist.all_to_all_single(incoming, outgoing, group=self.group)
+        incoming = self.exchange(_encode(rows).view(ranks, -1))
         total = _decode(incoming, blocks).view(ranks, -1).sum(dim=0)
-        own = _encode(total.view(blocks, BLOCK)).view(-1)
-        everyone = torch.empty(ranks * own.numel(), dtype=own.dtype, device=own.device)
-        all_gather_into(everyone, own, group=self.group)
-        flat.copy_(_decode(everyone.view(ranks, -1), blocks).view(-1)[: flat.numel()])
+        everyone = self.gather(_encode(total.view(blocks, BLOCK)))
+        flat.copy_(_decode(everyone, blocks).view(-1)[: flat.numel()])
 
 
 def _encode(rows: Tensor) -> Tensor:
@@ -122,20 +140,16 @@ class TopK(Compressor):
         row = torch.cat([one.view(-1) for one in unsent]).add_(flat)
         places = largest(row, self.how.kept(row.numel()))
         values = row[places]
-        rest = row.index_fill_(0, places, 0.0)
-        fine = values.isfinite().all()
-        for one, part in zip(unsent, rest.split([one.numel() for one in unsent]), strict=True):
-            torch.where(fine, part.view_as(one), one, out=one)
         # Values and places in one message.
-        sent = torch.cat((values.contiguous().view(torch.int32), places.to(torch.int32)))
-        everyone = torch.empty(self.group.size() * sent.numel(), dtype=torch.int32, device=sent.device)
-        all_gather_into(everyone, sent, group=self.group)
-        total = torch.zeros_like(row)
-        split = values.numel() * (values.element_size() // 4)
+        sent = torch.cat((values.view(torch.int32), places.to(torch.int32)))
+        total, split = torch.zeros_like(row), sent.numel() - len(places)
         # One rank after the other, so that all add up in the same order.
-        for one in everyone.view(self.group.size(), -1):
-            total.index_add_(0, one[split:].long(), one[:split].view(values.dtype))
+        for one in self.gather(sent):
+            total.index_add_(0, one[split:].long(), one[:split].clone().view(values.dtype))
         flat.copy_(total)
+        rest, fine = row.index_fill_(0, places, 0.0), total.isfinite().all()
+        for kept, part in zip(unsent, rest.split([one.numel() for one in unsent]), strict=True):
+            torch.where(fine, part.view_as(kept), kept, out=kept)
 
 
 def largest(row: Tensor, count: int) -> Tensor:
@@ -221,6 +235,6 @@ KINDS: Mapping[str, type[Compressor]] = {
 }  # fmt: skip
 
 
-def compressor(how: Compression, group: dist.ProcessGroup, summed: Sum) -> Compressor:
-    """The compressor of a kind, for the ranks of a group."""
-    return KINDS[how.kind](how, group, summed)
+def compressor(how: Compression, group: dist.ProcessGroup, total: Sum) -> Compressor:
+    """The compressor of a kind, for the ranks of a group, which sums tensors with `total`."""
+    return KINDS[how.kind](how, group, total)

@@ -25,6 +25,8 @@ SERIES = (
     "pipeline_idle_predicted",
     "loss_scale",
     "spike_score",
+    "sent_mib",
+    "sent_share",
 )
 _KNOWN = frozenset(SERIES)
 RECENT_STEPS = 50

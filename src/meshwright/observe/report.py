@@ -1,4 +1,5 @@
-"""What came of a run in six lines: loss, speed, use of the chip, computing, time lost, how far the plan was off."""
+"""What came of a run in a few lines: loss, speed, use of the chip, computing, what compressed gradients sent, time
+lost, how far the plan was off."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ def summary(view: View) -> Iterator[str]:
     yield "tokens/s     " + (f"{tokens:,.0f}{each}{_over(view, 'tokens_per_s')}" if tokens is not None else "unknown")
     yield _chip(view)
     yield "computing    " + _computing(view)
+    sent, share = view.curves.last("sent_mib"), view.curves.last("sent_share")
+    if sent is not None and share is not None:
+        yield f"gradients    {sent:.3g} MiB sent a step and rank, {share:.1%} of what they are uncompressed"
     yield "time lost    " + (_lost(view.goodput) if view.goodput.wall_s > 0 else "unknown")
     found = view.comparison
     times = _beside(found.step_time, lambda value: f"{value:.3g} s")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.comm.compression import ring
 from meshwright.comm.compressors import Compressor
 from meshwright.comm.travel import Travel
 from meshwright.models.attention import KeyValueCache
@@ -169,6 +170,16 @@ class Parallel:
             data.accumulate(self.module, self.strategy.zero)
             self.last_step = self.pipeline.forward_backward(batches, loss, self.pulse)
             data.reduce(self.module)
+
+    def sent_bytes(self) -> tuple[int, int] | None:
+        """Bytes of compressed gradients that this rank has sent since the last question, and what it would send without
+        compression; None where there is none."""
+        if self.compressor is None:
+            return None
+        numbers = sum(parameter.numel() for parameter in self.parameters())
+        whole = ring(numbers, self.compressor.group.size(), self.precision.reduce.itemsize)
+        sent, self.compressor.sent = self.compressor.sent, 0
+        return sent, whole
 
     def bubble(self) -> Bubble | None:
         """How much of the last step's passes the ranks of the pipeline waited; None without one. All ranks must ask."""

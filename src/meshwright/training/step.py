@@ -219,6 +219,9 @@ class TrainingStep:
         if self.loss_scale.active or not verdict.learn:
             metrics |= {"skipped": int(not verdict.learn)}
         metrics |= {name: 1 for name in ("nonfinite", "spike") if getattr(verdict, name)}
+        sent = self.parallel.sent_bytes()
+        if sent is not None:
+            metrics |= {"sent_mib": sent[0] / 2**20, "sent_share": sent[0] / sent[1]}
         bubble = self.parallel.bubble()
         if bubble is not None:
             metrics |= {"pipeline_idle": bubble.measured, "pipeline_idle_predicted": bubble.predicted}

@@ -17,7 +17,7 @@ const OTHERS = {
   grad_norm: ["gradient norm", number], lr: ["learning rate", number], step_s: ["step time", seconds], mfu: ["MFU", share],
   tflops_per_device: ["TFLOP/s per device", number], tokens_per_s_per_device: ["tokens/s per device", count],
   loss_max: ["largest loss of a replica", number], pipeline_idle: ["pipeline idle", share], loss_scale: ["loss scale", number],
-  spike_score: ["spike score", number],
+  spike_score: ["spike score", number], sent_mib: ["MiB of gradients sent by a rank", number],
 };
 
 class Page {

@@ -1,0 +1,212 @@
+"""Compressed gradients on real ranks: nothing is lost, all ranks get the same, what is sent is what is promised."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.reader import CheckpointReader, load_whole
+from meshwright.comm.compression import Compression, ring
+from meshwright.comm.compressors import Bucket, Compressor, compressor
+from meshwright.config import load_config
+from meshwright.faults import parse_faults
+from meshwright.parallel.world import World
+from meshwright.trainer import Trainer
+from meshwright.verify.parity import Case, Prover
+from meshwright.verify.pool import RankPool
+from tests.parity.conftest import SPECS
+
+KINDS = ("fp16", "bf16", "int8", "powersgd:2", "topk:0.01")
+SHAPES = ((48, 31), (31,), (29, 4, 17), (7,), (600, 64), (1,))
+"""No number of elements that 2, 3 or 4 ranks or blocks of 256 divide."""
+
+
+def made(kind: str) -> Compressor:
+    group = dist.group.WORLD
+    assert group is not None
+    return compressor(Compression.parse(kind), group, dist.all_reduce)
+
+
+def bucket_of(seed: int, dtype: torch.dtype = torch.float64) -> Bucket:
+    """This rank's gradients of a step: large and small ones beside each other."""
+    draw = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    sizes = [prod(shape) for shape in SHAPES]
+    row = torch.randn(sum(sizes), generator=draw, dtype=torch.float64) ** 3
+    flat = (row * torch.logspace(-6, 2, len(row), dtype=torch.float64)).to(dtype)
+    gradients = [part.view(shape) for part, shape in zip(flat.split(sizes), SHAPES, strict=True)]
+    return Bucket(flat, gradients, [f"p{number}" for number in range(len(SHAPES))])
+
+
+def summed(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def same_everywhere(tensor: Tensor) -> bool:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+def reduce_often(world: World, kind: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Eight steps: how far sums are off, alone and all together with what was not sent."""
+    one = made(kind)
+    found: dict[str, Any] = {"same": True, "errors": []}
+    given = received = torch.zeros((), dtype=dtype)
+    for step in range(8):
+        bucket = bucket_of(step, dtype)
+        exact = summed(bucket.flat)
+        one(bucket)
+        found["same"] &= same_everywhere(bucket.flat)
+        found["errors"].append(float((bucket.flat - exact).norm() / exact.norm()))
+        given, received = given + exact, received + bucket.flat
+    if one.unsent:
+        nothing = [torch.zeros(shape) for shape in SHAPES]
+        rest = [one.unsent.get(name, zeros).view(-1) for name, zeros in zip(bucket.names, nothing, strict=True)]
+        received = received + summed(torch.cat(rest).to(dtype))
+    found["left"] = float((received - given).norm() / given.norm())
+    found["sent"] = one.sent / 8
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("kind", "each"), [("fp16", 5e-3), ("bf16", 2e-2), ("int8", 3e-2), ("powersgd:2", 1.5), ("topk:0.01", 1.5)]
+)
+def test_sums_are_near_and_the_same_on_all_ranks(kind: str, each: float, ranks: int, pool: RankPool) -> None:
+    for found in pool.run(reduce_often, ranks, kind, torch.float32):
+        assert found["same"]
+        assert max(found["errors"]) < each
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["powersgd:2", "topk:0.01"])
+def test_what_was_not_sent_and_what_was_are_together_all_gradients(kind: str, ranks: int, pool: RankPool) -> None:
+    for found in pool.run(reduce_often, ranks, kind, torch.float64):
+        assert min(found["errors"]) > 1e-3
+        assert found["left"] < 1e-12
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_those_of_the_closed_form(kind: str, ranks: int, pool: RankPool) -> None:
+    promised = Compression.parse(kind).sent(SHAPES, ranks)
+    for found in pool.run(reduce_often, ranks, kind, torch.float32):
+        assert found["sent"] == promised
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_percent_of_the_largest_sends_less_than_five_percent_of_a_ring(ranks: int, pool: RankPool) -> None:
+    dense = ring(sum(map(prod, SHAPES)), ranks, 4)
+    for found in pool.run(reduce_often, ranks, "topk:0.01", torch.float32):
+        assert found["sent"] < 0.05 * dense
+
+
+def meet_what_is_no_number(world: World, kind: str, bad: float) -> tuple[bool, bool, bool]:
+    """Whether it reaches this rank, whether what was remembered stays, and whether the next sum is one."""
+    one = made(kind)
+    one(bucket_of(0, torch.float32))
+    before = {name: rest.clone() for name, rest in one.unsent.items()}
+    bucket = bucket_of(1, torch.float32)
+    if world.rank == 1:
+        bucket.gradients[4][3, 5] = bad
+    one(bucket)
+    reached = not bool(bucket.gradients[4].isfinite().all())
+    kept = torch.equal(one.unsent["p4"], before["p4"]) if before else True
+    after = bucket_of(2, torch.float32)
+    one(after)
+    return reached, kept, bool(after.flat.isfinite().all())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_number_reaches_all_ranks_and_is_not_remembered(kind: str, bad: float, pool: RankPool) -> None:
+    assert pool.run(meet_what_is_no_number, 3, kind, bad) == [(True, True, True)] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_all_of_the_largest_train_as_one_process_does(ranks: int, prover: Prover) -> None:
+    settings: dict[str, dict[str, object]] = {"comm": {"bucket_mb": 0.02}}
+    case = Case(SPECS["gqa"], f"dp={ranks} compress=topk:.9999999", ranks, micro_steps=2, batch=24, settings=settings)
+    assert prover.differences(case) == []
+
+
+SETTINGS = [
+    "train.steps=6",
+    "data.sequence_length=32",
+    "train.global_batch=4",
+    "checkpoint.every=3",
+    "observe.tensorboard=false",
+]
+
+
+def train(world: World, overrides: list[str], fault: str = "") -> None:
+    world.pulse._faults = parse_faults(fault)
+    Trainer(load_config(None, overrides), world).train()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def settings_of(folder: Path, corpus: Path, strategy: str, *others: str) -> list[str]:
+    model = [f"model.spec.{name}={value}" for name, value in _MODEL.items()]
+    return [f"run.dir={folder}", f"data.path={corpus}", f"parallel.strategy={strategy}", *SETTINGS, *model, *others]
+
+
+_MODEL = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize("kind", ["powersgd:2", "topk:0.05"])
+def test_a_resumed_run_is_the_same_run(kind: str, pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    whole = settings_of(tmp_path / "whole", corpus, f"dp=2 compress={kind}")
+    pool.run(train, 2, whole)
+    halves = settings_of(tmp_path / "halves", corpus, f"dp=2 compress={kind}")
+    with pytest.raises(Exception, match="injected fault"):
+        pool.run(train, 2, halves, "step=4,phase=forward,kind=raise")
+    pool.run(train, 2, halves)
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+
+
+def test_another_number_of_ranks_shares_what_was_not_sent(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    pool.run(train, 2, settings_of(folder, corpus, "dp=2 compress=topk:0.05", "train.steps=3"))
+    rows = load_whole(folder / "checkpoints" / "step-000003", "unsent.")
+    assert all(len(row) == 2 and not torch.equal(row[0], row[1]) for row in rows.values())
+    taken = pool.run(take_up, 4, settings_of(folder, corpus, "dp=4 compress=topk:0.05"))
+    for name, row in rows.items():
+        shares = [one[name.removeprefix("unsent.")] for one in taken]
+        torch.testing.assert_close(sum(shares), row.sum(dim=0))
+        assert torch.equal(shares[0], shares[3])
+
+
+def take_up(world: World, overrides: list[str]) -> dict[str, Tensor]:
+    trainer = Trainer(load_config(None, overrides), world)
+    found = trainer.one_step.parallel.compressor
+    assert found is not None
+    return found.unsent
+
+
+def test_a_run_that_sends_all_says_what_it_leaves_out(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    pool.run(train, 2, settings_of(folder, corpus, "dp=2 compress=topk:0.05", "train.steps=3"))
+    pool.run(train, 2, settings_of(folder, corpus, "dp=2"))
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "unsent_dropped"] == [3]
+    assert CheckpointReader(folder / "checkpoints" / "step-000006").manifest.step == 6
