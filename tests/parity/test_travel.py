@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.comm.algorithms import ALGORITHMS
@@ -15,6 +16,7 @@ from meshwright.errors import ConfigError
 from meshwright.parallel import buckets
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
+from meshwright.verify.collectives import RecordCollectives
 from meshwright.verify.parity import Case, Prover, batch_of, step_of
 from meshwright.verify.pool import RankPool
 from tests.parity.conftest import SPECS
@@ -54,8 +56,62 @@ def test_the_size_of_buckets_changes_how_often_gradients_travel_and_not_how_many
 
 
 @pytest.mark.parametrize("text", ["dp=2 zero=3", "dp=1 tp=2", "dp=1 pp=2", "dp=2 zero=2"])
-@pytest.mark.parametrize("travel", [Travel("ring"), Travel(bucket_mb=1.0)])
-def test_where_others_carry_gradients_it_is_refused(text: str, travel: Travel) -> None:
-    strategy = Strategy.parse(text, 2)
-    with pytest.raises(ConfigError, match=r"comm\.(allreduce|bucket_mb)"):
-        travel.check(strategy, in_buckets=False)
+def test_algorithms_are_refused_where_others_carry_gradients(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"comm\.allreduce=ring .*leave it out"):
+        Travel("ring").check(Strategy.parse(text, 2))
+
+
+@pytest.mark.parametrize("text", ["dp=2 zero=3", "dp=2 zero=2 wrap=block"])
+def test_sizes_are_refused_where_something_else_says_them(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"comm\.bucket_mb=1.0 .*wrap="):
+        Travel(bucket_mb=1.0).check(Strategy.parse(text, 2))
+
+
+@pytest.mark.parametrize("kind", ["int8", "topk:0.01"])
+def test_algorithms_are_refused_with_compression_that_sums_nothing(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"compress={kind} exchanges codes"):
+        Travel("ring").check(Strategy.parse(f"dp=2 compress={kind}", 2))
+    Travel("ring").check(Strategy.parse("dp=2 compress=powersgd:4", 2))
+
+
+def carried(world: World, strategy: str, bucket_mb: float | str | None) -> tuple[int, int, float | str | None]:
+    """How many sums of gradients a step does, of how many bytes together, in buckets of what size."""
+    case = Case(
+        SPECS["gqa"].model_copy(update={"num_hidden_layers": 6}),
+        strategy,
+        world.size,
+        "float32",
+        settings={"comm": {"bucket_mb": bucket_mb}},
+    )
+    step = step_of(world, case)
+    for number in range(2):
+        step(number, batch_of(case, number, step.data_rank, step.strategy))
+    with RecordCollectives() as seen:
+        step(2, batch_of(case, 2, step.data_rank, step.strategy))
+    kind = "reduce_scatter" if step.strategy.zero == 2 else "all_reduce"
+    assert step.mesh is not None
+    data = " ".join(map(str, dist.get_process_group_ranks(step.mesh.loss.get_group())))
+    travel = step.parallel.travel
+    return seen.traffic.counts[kind, data], seen.traffic.bytes[kind, data], travel.bucket_mb
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("dp=2", 2), ("dp=2 zero=1", 2), ("dp=2 zero=2", 2), ("dp=2 tp=2", 4)])
+def test_the_size_of_buckets_holds_for_all_that_sums_whole_gradients(strategy: str, ranks: int, pool: RankPool) -> None:
+    (few, whole, _), *_ = pool.run(carried, ranks, strategy, 1.0)
+    (many, pieces, _), *_ = pool.run(carried, ranks, strategy, 0.02)
+    assert many >= few + 3
+    # Shards of odd sizes are padded, each bucket by itself.
+    assert abs(pieces - whole) < 0.01 * whole
+    (between, _, _), *_ = pool.run(carried, ranks, strategy, 0.1)
+    assert few < between < many
+
+
+@pytest.mark.parametrize("strategy", ["dp=2", "dp=2 zero=2"])
+def test_a_measured_size_is_the_same_on_all_ranks_and_trains_as_one_process_does(
+    strategy: str, pool: RankPool, prover: Prover
+) -> None:
+    sizes = {size for _, _, size in pool.run(carried, 2, strategy, "auto")}
+    assert len(sizes) == 1
+    assert isinstance(sizes.pop(), float)
+    case = Case(SPECS["gqa"], strategy, 2, settings={"comm": {"bucket_mb": "auto"}})
+    assert prover.differences(case) == []

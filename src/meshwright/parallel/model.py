@@ -60,7 +60,9 @@ class Parallel:
         """Of a model whose linears multiply in 8 bits: modules of this rank that do not, and why."""
         self.host_activations = host_activations
         """What keeps activations in host memory, where the strategy says so."""
-        self._reduction, self._travel = reduction, travel or Travel()
+        self._reduction = reduction
+        self.travel = travel or Travel()
+        """How gradients travel, with what was measured for it."""
         self._tied_copy: TiedEmbedding | None = None
         self.last_step: Spans | None = None
         self._context = context
@@ -86,7 +88,7 @@ class Parallel:
             self._replica = self.module
             if self.mesh is not None:
                 self._replica, self.compressor = data.wrap_ddp(
-                    self.module, self.strategy, self.mesh, self.precision, self._reduction, self._travel
+                    self.module, self.strategy, self.mesh, self.precision, self._reduction, self.travel
                 )
         return self._replica
 
