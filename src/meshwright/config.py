@@ -227,6 +227,8 @@ class CommSection(_Section):
     """MiB of gradients that travel together, while the backward pass goes on: buckets of that size where each rank sums
     them whole, and as many layers as hold so much with zero=2, tp, pp or ep. None is 25, and single layers there; auto
     measures what a sum takes and chooses."""
+    compress_after: int = Field(default=0, ge=0)
+    """Steps in which gradients travel whole before a strategy's `compress` begins: the first ones change most."""
 
 
 class CheckpointSection(_Section):

@@ -132,6 +132,13 @@ def test_what_is_no_number_reaches_all_ranks_and_is_not_remembered(kind: str, ba
     assert pool.run(meet_what_is_no_number, 3, kind, bad) == [(True, True, True)] * 3
 
 
+def test_compression_begins_when_it_is_told_to(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, corpus, "dp=2 compress=topk:0.01", "comm.compress_after=2", "train.steps=3")
+    pool.run(train, 2, settings)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["sent_share"] == 1.0 for line in lines] == [True, True, False]
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_of_the_largest_train_as_one_process_does(ranks: int, prover: Prover) -> None:
     settings: dict[str, dict[str, object]] = {"comm": {"bucket_mb": 0.02}}

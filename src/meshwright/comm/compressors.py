@@ -42,6 +42,8 @@ class Compressor(ABC):
 
     def __init__(self, how: Compression, group: dist.ProcessGroup, total: Sum) -> None:
         self.how, self.group, self._total = how, group, total
+        self.waits = False
+        """Whether gradients still travel as they are."""
         self.sent = 0
         """Bytes that this rank has sent, counted for rings."""
         self.unsent: dict[str, Tensor] = {}
@@ -49,9 +51,16 @@ class Compressor(ABC):
         self.bases: dict[str, Tensor] = {}
         """By parameter: the directions that its last gradient went in, the same on all ranks."""
 
-    @abstractmethod
     def __call__(self, bucket: Bucket) -> None:
         """Put the sum over ranks in the place of the bucket's gradients."""
+        if self.waits:
+            self.sum(bucket.flat)
+        else:
+            self.reduce(bucket)
+
+    @abstractmethod
+    def reduce(self, bucket: Bucket) -> None:
+        """The same, compressed."""
 
     def sum(self, tensor: Tensor) -> None:
         """Put the sum over ranks in the place of a tensor."""
@@ -86,7 +95,7 @@ class Narrow(Compressor):
 
     DTYPES: ClassVar[Mapping[str, torch.dtype]] = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-    def __call__(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         flat, dtype = bucket.flat, self.DTYPES[self.how.kind]
         if dtype == torch.bfloat16:
             sent = flat.to(dtype)
@@ -107,7 +116,7 @@ class Narrow(Compressor):
 class Eight(Compressor):
     """In 8 bits with a scale for every block: each rank sums one part of the bucket in full, and all get the sums."""
 
-    def __call__(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         flat, ranks = bucket.flat, self.group.size()
         blocks = -(-flat.numel() // (BLOCK * ranks))
         rows = torch.zeros(ranks * blocks, BLOCK, dtype=torch.float32, device=flat.device)
@@ -135,7 +144,7 @@ def _decode(parts: Tensor, blocks: int) -> Tensor:
 class TopK(Compressor):
     """The largest numbers with their places; the rest waits for the next step."""
 
-    def __call__(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         flat, unsent = bucket.flat, self._room(bucket)
         row = torch.cat([one.view(-1) for one in unsent]).add_(flat)
         places = largest(row, self.how.kept(row.numel()))
@@ -174,7 +183,7 @@ class PowerSgd(Compressor):
     sum is P Q'. A rank has sent what of its own M lies along P.
     """
 
-    def __call__(self, bucket: Bucket) -> None:
+    def reduce(self, bucket: Bucket) -> None:
         kept = [self.how.factored(gradient.shape) is not None for gradient in bucket.gradients]
         plain = [one.reshape(-1) for one, factored in zip(bucket.gradients, kept, strict=True) if not factored]
         chosen = [index for index, factored in enumerate(kept) if factored]

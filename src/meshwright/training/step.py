@@ -114,6 +114,8 @@ class TrainingStep:
         Gives the metrics of the whole batch, and under `stop` how many ranks were asked to stop.
         """
         pulse = self.world.pulse
+        if self.parallel.compressor is not None:
+            self.parallel.compressor.waits = step < self.config.comm.compress_after
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
         with tf32_products(self._tf32):
             valid = self._forward_backward(batch, scale)
