@@ -1,12 +1,14 @@
-"""Machines as the kernel shows them: small trees of /sys and /proc, with links as sysfs has them, from short descriptions.
+"""Machines as the kernel shows them: small trees of /sys and /proc, with its links, from short descriptions.
 
 The values are as such machines have them; a path of a device is its place on the PCIe bus.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass, field
+import sys
+from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Address, IPv4Interface
 from pathlib import Path
 
@@ -37,7 +39,9 @@ class Machine:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.symlink_to(os.path.relpath(self.root / target, place.parent))
 
-    def system(self, sockets: int = 1, *, cores: int = 8, gib: int = 64, virtual: bool = False, maker: str = "") -> None:
+    def system(
+        self, sockets: int = 1, *, cores: int = 8, gib: int = 64, virtual: bool = False, maker: str = ""
+    ) -> None:
         """Processors, memory and NUMA nodes."""
         flags = "fpu sse2 hypervisor" if virtual else "fpu sse2"
         one = f"model name\t: Intel(R) Xeon(R) Platinum 8480C\nflags\t\t: {flags}\n"
@@ -148,6 +152,11 @@ class Machine:
 
     def hardware(self, host: str = "node01") -> Hardware:
         """What is read of it."""
+        self.finish(host)
+        return read_hardware(self.root)
+
+    def finish(self, host: str = "node01") -> None:
+        """Write what the parts together make."""
         rows = ["Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT"]
         local = ["Main:"]
         for name, ip in self.addresses:
@@ -161,7 +170,9 @@ class Machine:
                 rows.append(f"{name}\t{words[0]}\t00000000\t0001\t0\t0\t100\t{words[1]}\t0\t0\t0")
         self.write("proc/net/route", "\n".join(rows))
         self.write("proc/net/fib_trie", "\n".join(local))
-        return read_hardware(self.root, self.nvml, host)
+        self.write("proc/sys/kernel/hostname", host)
+        if self.nvml is not None:
+            self.write("nvml.json", json.dumps([asdict(gpu) for gpu in self.nvml]))
 
 
 def _hex(address: IPv4Address) -> str:
@@ -179,7 +190,7 @@ def switched(index: int, *, slot: int) -> tuple[str, int]:
     return f"{root}/0000:{bus + 2:02x}:{slot:02x}.0/0000:{bus + 3 + slot:02x}:00.0", index // 4
 
 
-def dgx(root: Path, *, down: str = "") -> Machine:
+def dgx(root: Path, *, down: str = "", ip_over_ib: bool = True) -> Machine:
     """Like a DGX H100: 8 GPUs behind NVSwitches, each with an InfiniBand card of 400 Gb/s; 2 more cards for storage."""
     machine = Machine(root)
     machine.system(2, cores=224, gib=2048, maker="NVIDIA")
@@ -193,7 +204,8 @@ def dgx(root: Path, *, down: str = "") -> Machine:
         answers.append(NvmlGpu(index, _address(place), "NVIDIA H100 80GB HBM3", 80 * GiB, links, 26562))
         place, numa = switched(index, slot=1)
         machine.rdma(name, place, numa, state="1: DOWN" if name == down else "4: ACTIVE", net=f"ib{index}")
-        machine.net(f"ib{index}", f"192.168.{index}.11/24", path=place, mbit_s=400000, link=32)
+        address = f"192.168.{index}.11/24" if ip_over_ib else ""
+        machine.net(f"ib{index}", address, path=place, mbit_s=400000, link=32)
     for index, name in enumerate(("mlx5_1", "mlx5_7")):
         place = f"pci0000:{0xA0 + index:02x}/0000:{0xA0 + index:02x}:01.0/0000:{0xB0 + index:02x}:00.0"
         machine.rdma(name, place, index)
@@ -240,7 +252,7 @@ def roce(root: Path, gids: tuple[tuple[str, str], ...] = ROCE_GIDS) -> Machine:
 
 
 def cloud(root: Path, *, efa: bool = False, mbit_s: int | None = 100000) -> Machine:
-    """A virtual machine with 4 GPUs on PCIe, each behind a root of its own, and Ethernet; or Amazon's adapter beside it."""
+    """A virtual machine with 4 GPUs on PCIe and Ethernet, or Amazon's adapter beside it."""
     machine = Machine(root)
     machine.system(1, cores=48, gib=192, virtual=True, maker="Amazon EC2" if efa else "QEMU")
     machine.loopback()
@@ -294,3 +306,10 @@ def bonded(root: Path) -> Machine:
     machine.write(f"{folder}/bridge/bridge_id", "8000.0243")
     machine.net("veth1a2b3c", "", mbit_s=10000)
     return machine
+
+
+MACHINES = {"dgx": dgx, "roce": roce, "cloud": cloud, "laptop": laptop, "bonded": bonded}
+
+if __name__ == "__main__":
+    # python -m tests.machines dgx FOLDER, for `meshwright doctor --root FOLDER`
+    MACHINES[sys.argv[1]](Path(sys.argv[2])).finish(sys.argv[1])

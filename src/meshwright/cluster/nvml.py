@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.hardware import Gpu
@@ -48,6 +50,17 @@ def read_nvml(nvml: Any) -> tuple[tuple[NvmlGpu, ...] | None, str]:
         return None, f"NVML does not answer: {error}"
     finally:
         nvml.nvmlShutdown()
+
+
+def recorded_nvml(path: Path) -> tuple[tuple[NvmlGpu, ...] | None, str]:
+    """What another machine's NVML said: a list of objects with the fields of NvmlGpu."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return tuple(NvmlGpu(**{**row, "links": tuple(map(tuple, row.get("links", ())))}) for row in rows), ""
+    except FileNotFoundError:
+        return None, "NVML was not recorded"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return None, f"{path} is damaged ({error})"
 
 
 def _gpu(nvml: Any, index: int) -> NvmlGpu:

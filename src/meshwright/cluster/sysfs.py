@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.cluster.hardware import Gid, Gpu, Hardware, NumaNode, PciDevice, RdmaPort
 from meshwright.cluster.network import read_interfaces
-from meshwright.cluster.nvml import NvmlGpu, ask_nvml, with_nvml
+from meshwright.cluster.nvml import NvmlGpu, ask_nvml, recorded_nvml, with_nvml
 from meshwright.cluster.tree import Tree
 
 FILES = (
@@ -42,14 +42,15 @@ _TO_PROCESSOR = 0x0C
 
 
 def read_hardware(root: Path = Path("/"), nvml: tuple[NvmlGpu, ...] | None = None, host: str | None = None) -> Hardware:
-    """This machine, or the one whose trees are under `root`; NVML is asked of this machine only."""
+    """This machine, or the one whose trees are under `root`; what NVML said of that one is in its nvml.json."""
     tree = Tree(root)
     why = ""
     if nvml is None and root == Path("/"):
         nvml, why = ask_nvml()
     elif nvml is None:
-        why = "NVML was not recorded"
-    host = socket.gethostname() if host is None else host
+        nvml, why = recorded_nvml(root / "nvml.json")
+    if host is None:
+        host = socket.gethostname() if root == Path("/") else tree.text("proc/sys/kernel/hostname") or root.name
     pci = {name: _pci(tree, name) for name in tree.names("sys/bus/pci/devices")}
     gpus = tuple(Gpu(device.address, device.numa) for device in pci.values() if device.is_gpu)
     processors = tree.text("proc/cpuinfo") or ""
