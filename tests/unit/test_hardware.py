@@ -128,7 +128,7 @@ class Nvml(SimpleNamespace):
     class NVMLError(Exception):
         pass
 
-    NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_SWITCH = 0, 2
+    NVML_NVLINK_DEVICE_TYPE_GPU, NVML_NVLINK_DEVICE_TYPE_SWITCH, NVML_NVLINK_MAX_LINKS = 0, 2, 18
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.cli.doctor_text import beside, clean, console, heading, indented
-from meshwright.cluster.calibration import Calibration, read_calibration
+from meshwright.cluster.calibration import Calibration, calibration_file, read_calibration
 from meshwright.cluster.hardware import Distance, Gpu, Hardware, RdmaPort, interface_rate
 from meshwright.files import cache_folder
 
@@ -205,8 +206,9 @@ def _network(out: Console, hardware: Hardware) -> None:
 
 def _calibrations() -> list[tuple[Calibration | None, str]]:
     """What `meshwright plan --calibrate` left here, by chip; or why a file is not used."""
-    chips = sorted(path.stem.rpartition("-")[2] for path in cache_folder().glob("calibration-*.json"))
-    found = [read_calibration(chip) for chip in dict.fromkeys(chips)]
+    before = calibration_file("").stem
+    chips = sorted(path.stem.removeprefix(before) for path in cache_folder().glob(f"{glob.escape(before)}*.json"))
+    found = [read_calibration(chip) for chip in chips]
     return [(calibration, why) for calibration, why in found if calibration is not None or why]
 
 

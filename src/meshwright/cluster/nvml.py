@@ -10,8 +10,6 @@ from typing import Any
 
 from meshwright.cluster.hardware import Gpu
 
-MOST_LINKS = 18
-"""NVLinks of a GPU, at most."""
 _SPEED_FIELD = 90
 """NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON."""
 
@@ -66,7 +64,7 @@ def recorded_nvml(path: Path) -> tuple[tuple[NvmlGpu, ...] | None, str]:
 def _gpu(nvml: Any, index: int) -> NvmlGpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     links = []
-    for link in range(MOST_LINKS):
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         with suppress(nvml.NVMLError):
             if nvml.nvmlDeviceGetNvLinkState(handle, link):
                 links.append(_other_end(nvml, handle, link))

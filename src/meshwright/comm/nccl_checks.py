@@ -47,9 +47,12 @@ def check_settings(hardware: Hardware, values: Mapping[str, str], machines: int,
 def _name(name: str) -> Iterator[Finding]:
     if name in known_names() or is_foreign(name):
         return
-    now = successor(name)
-    if now is not None:
-        yield Finding(Level.WARNING, name, "nothing reads this name any more", remedy=f"see {now}")
+    if (found := successor(name)) is not None:
+        now, still = found
+        if still:
+            yield Finding(Level.NOTE, name, "an old name, which PyTorch reads with a warning", remedy=f"set {now}")
+        else:
+            yield Finding(Level.WARNING, name, "nothing reads this name any more", remedy=f"see {now}")
         return
     yield Finding(
         Level.WARNING,
@@ -68,6 +71,10 @@ def _number(name: str, value: str) -> Iterator[Finding]:
             return  # As if it were not set.
         read = number_in(value)
         right = f"a whole number from {bounds[0]} to {bounds[1]}" if bounds else "a whole number"
+        if name.startswith("TORCH_"):
+            cost = "PyTorch refuses it when ranks meet"
+            yield Finding(Level.BREAKS, name, f"'{value}' is no number", cost, f"set {right}")
+            return
         yield Finding(Level.WARNING, name, f"'{value}' is no number; NCCL reads it as {read}", remedy=f"set {right}")
     elif bounds and not bounds[0] <= number_in(value) <= bounds[1]:
         text = f"{number_in(value)} is outside of {bounds[0]} to {bounds[1]}"

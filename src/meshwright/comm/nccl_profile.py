@@ -7,7 +7,7 @@ environment. Settings that a user made are never changed. No torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,11 @@ class Profile:
         return {"breaks": self.breaks, "environment": self.environment(), **table}
 
 
+def _harmless(finding: Finding) -> Finding:
+    breaks = finding.level is Level.BREAKS and "NCCL" in finding.about
+    return replace(finding, level=Level.WARNING) if breaks else finding
+
+
 Exists = Callable[[Path], bool]
 
 
@@ -138,6 +143,9 @@ def nccl_profile(
         for name, one in sorted(given.items())
     )
     findings = (*check_settings(hardware, values, machines, exists), *check_system(hardware, values, machines))
+    if not hardware.gpus:
+        # NCCL has no part in runs on this machine, whatever is set for it.
+        findings = tuple(_harmless(finding) for finding in findings)
     order = list(Level)
     return Profile(
         tuple(setting for setting in chosen.settings if setting.name not in given),

@@ -37,10 +37,13 @@ def is_foreign(name: str) -> bool:
     return name.startswith(tuple(_table()["others"]))
 
 
-def successor(name: str) -> str | None:
-    """Which name does now what this one once did; None for a name that never did anything."""
-    found = _table()["former"].get(name)
-    return None if found is None else str(found)
+def successor(name: str) -> tuple[str, bool] | None:
+    """Which name does now what this one once did, and whether the old one still does; None where there is none."""
+    table = _table()
+    for kind in ("deprecated", "former"):
+        if name in table[kind]:
+            return str(table[kind][name]), kind == "deprecated"
+    return None
 
 
 def is_number(name: str) -> bool:
