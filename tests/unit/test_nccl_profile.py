@@ -274,7 +274,7 @@ def test_lines_for_a_shell_set_what_is_meant(machines: dict[str, Hardware], tmp_
     import subprocess
 
     for machine in machines.values():
-        profile = nccl_profile(machine, {"NCCL_DEBUG_FILE": "/x/`touch pwned`\n$(touch pwned)"})
+        profile = nccl_profile(machine, {"NCCL_DEBUG_FILE": "/x/`touch pwned`\n$(touch pwned)/y"})
         script = shell_lines(profile) + "env -0"
         done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env={}, cwd=tmp_path)
         shown = dict(pair.split("=", 1) for pair in done.stdout.split("\0") if "=" in pair)
