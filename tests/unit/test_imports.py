@@ -45,6 +45,7 @@ def heavy_modules_after(code: str) -> str:
         "import meshwright.observe.view, meshwright.observe.web.server, meshwright.observe.web.report",
         "from meshwright.cli.main import main; main(['watch', 'nowhere', '--web'])",
         "from meshwright.cli.main import main; main(['report', 'nowhere'])",
+        "from meshwright.cli.main import main; main(['doctor', '--topology', '--nccl', '--json'])",
         "import meshwright; meshwright.plan('tiny', '2xh100')",
         "from meshwright.cli.main import main; main(['plan', '--model', 'tiny', '--cluster', '8xh100', '--json'])",
     ],

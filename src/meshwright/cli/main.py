@@ -30,6 +30,7 @@ VERBS = {
     "data": "turn a corpus into packed token shards, check them, describe them",
     "checkpoint": "list, verify, compare, convert and remove checkpoints",
     "bench": "a training step on this machine: Meshwright and its peers side by side, and the floor under them",
+    "doctor": "is this machine fit to train: hardware, what was measured, settings for NCCL",
     "models": "list the model presets with their parameter counts",
 }
 

@@ -1,0 +1,106 @@
+"""Is this machine fit to train? What it has, what was measured on it, and whether NCCL's settings suit it.
+
+Without options: versions, devices, limits, and both parts in brief."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright.cluster.sysfs import read_hardware
+from meshwright.comm.host_limits import check_limits, read_limits
+from meshwright.comm.nccl_profile import Finding, Level, Profile, nccl_profile
+from meshwright.comm.nccl_variables import given_settings
+from meshwright.errors import ExitCode, UserError
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `meshwright doctor`."""
+    parser.add_argument("--topology", action="store_true", help="what was found: NUMA, PCIe, NVLink, network; measured")
+    parser.add_argument("--nccl", action="store_true", help="settings for NCCL: what to set and why, what is wrong")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=2,
+        metavar="N",
+        help="with --nccl: machines of the run (default 2, that is several)",
+    )
+    parser.add_argument(
+        "--format", choices=("text", "json", "env"), help="text (default); json; env: lines for a shell, with --nccl"
+    )
+    parser.add_argument(
+        "--root",
+        type=Path,
+        metavar="FOLDER",
+        help="with --topology or --nccl: a recorded machine's /sys and /proc instead",
+    )
+    parser.add_argument("--json", action="store_true", help="short for --format json")
+    parser.epilog = (
+        "exit code: 0 fit, perhaps with warnings; 1 something would break a run; 2 something to change in the\n"
+        "command\n\n"
+        "examples:\n"
+        "  meshwright doctor\n"
+        "  meshwright doctor --topology\n"
+        '  eval "$(meshwright doctor --nccl --format env)"\n'
+        "  meshwright doctor --nccl --nodes 256 --json\n"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Look, and tell."""
+    form = "json" if args.json and args.format is None else args.format or "text"
+    if args.json and form != "json":
+        raise UserError("--json is --format json; leave one of the two out")
+    if args.nodes < 1:
+        raise UserError("--nodes takes a whole number from 1")
+    if form == "env" and (not args.nccl or args.topology):
+        raise UserError("--format env is for --nccl alone")
+    whole = not args.topology and not args.nccl
+    if args.root is not None and (whole or not args.root.is_dir()):
+        raise UserError("--root takes a folder that holds a machine's sys and proc, and goes with --topology or --nccl")
+    root = args.root or Path("/")
+    hardware = read_hardware(root)
+    exists = partial(_exists, root)
+    profile = nccl_profile(hardware, given_settings(os.environ, root), args.nodes, exists)
+    from meshwright.cli import doctor_nccl, doctor_overview, doctor_topology
+
+    limits = read_limits()
+    limited = list(check_limits(limits, hardware)) if whole else []
+    versions = doctor_overview.versions(hardware) if whole else {}
+    troubles = doctor_overview.check_versions() if whole else []
+    if form == "env":
+        print(doctor_nccl.shell_lines(profile), end="")
+    elif form == "json":
+        parts: dict[str, Any] = {"host": hardware.host}
+        if whole:
+            parts |= {"versions": versions, "limits": asdict(limits)}
+            parts["findings"] = [asdict(finding) for finding in (*troubles, *limited)]
+        if args.topology or whole:
+            parts["topology"] = doctor_topology.as_json(hardware)
+        if args.nccl or whole:
+            parts["nccl"] = profile.as_json()
+        json.dump(parts, sys.stdout, indent=1)
+        print()
+    else:
+        if whole:
+            doctor_overview.show(hardware, versions, limits, profile, [*troubles, *limited])
+        if args.topology:
+            doctor_topology.show(hardware)
+        if args.nccl:
+            doctor_nccl.show(hardware, profile, args.nodes)
+    return _code(profile if whole or args.nccl else None, [*troubles, *limited])
+
+
+def _exists(root: Path, path: Path) -> bool:
+    return (root / path.relative_to("/") if path.is_absolute() else path).exists()
+
+
+def _code(profile: Profile | None, findings: list[Finding]) -> int:
+    broken = any(finding.level is Level.BREAKS for finding in findings) or (profile is not None and profile.breaks)
+    return ExitCode.FAILED if broken else ExitCode.DONE

@@ -1,0 +1,242 @@
+"""`meshwright doctor --topology`: what was found of this machine, how its parts are joined, what was measured."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.doctor_text import beside, clean, console, heading, indented
+from meshwright.cluster.calibration import Calibration, calibration_file, read_calibration
+from meshwright.cluster.hardware import Distance, Gpu, Hardware, RdmaPort, interface_rate
+from meshwright.files import cache_folder
+
+_MOST_NODES = 4096
+_WORDS = {
+    Distance.PIX: "PIX one PCIe switch",
+    Distance.PXB: "PXB several switches",
+    Distance.PHB: "PHB through a processor",
+    Distance.SYS: "SYS from processor to processor",
+}
+
+
+def show(hardware: Hardware) -> None:
+    """On the terminal."""
+    out = console()
+    out.print(Text(f"{hardware.host}: {machine(hardware)}"))
+    beside(out, [("nodes", nodes_text(hardware))])
+    heading(out, "NUMA and PCIe")
+    _tree(out, hardware)
+    if hardware.gpus:
+        heading(out, "between GPUs")
+        _links(out, hardware)
+    heading(out, "network")
+    _network(out, hardware)
+    heading(out, "measured")
+    _measured(out)
+
+
+def as_json(hardware: Hardware) -> dict[str, Any]:
+    """As plain data: all devices, and what lies between GPUs, and between GPUs and ports."""
+    addresses = {**{gpu.address: _gpu_name(gpu) for gpu in hardware.gpus}}
+    addresses |= {port.address: port.device for port in hardware.rdma if port.address}
+    between = {
+        name: {gpu.address: _between(hardware, address, gpu) for gpu in hardware.gpus if gpu.address != address}
+        for address, name in addresses.items()
+    }
+    calibrations = [{"chip": one.chip, "when": one.when, "torch": one.torch} for one, _ in _calibrations() if one]
+    return {**asdict(hardware), "nodes": nodes(), "distances": between, "calibrations": calibrations}
+
+
+def machine(hardware: Hardware) -> str:
+    """Processor, cores, memory."""
+    parts = [
+        " ".join(filter(None, (hardware.maker, hardware.product))),
+        "virtual machine" if hardware.virtual else "",
+        hardware.processor,
+        f"{hardware.cores} cores",
+        f"{hardware.memory_bytes / 2**30:,.0f} GiB",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def nodes() -> list[str]:
+    """Names of the machines of the scheduler's job that this is a part of, if it is."""
+    return expand_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
+
+
+def nodes_text(hardware: Hardware) -> str:
+    """This machine and the others of its job."""
+    others = nodes()
+    if not others:
+        return f"{hardware.host}; no job of Slurm names others"
+    more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+    return f"{len(others)} of this job: {', '.join(others[:8])}{more}"
+
+
+def expand_nodes(text: str) -> list[str]:
+    """Slurm's short form, `gpu[01-03,07],login1`, as names."""
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        match = re.fullmatch(r"([^\[\]]*)\[([\d,-]+)\]([^\[\]]*)", part)
+        if match is None:
+            found.append(part)
+            continue
+        for numbers in match[2].split(","):
+            first, _, last = numbers.partition("-")
+            if not first.isdecimal() or (last and not last.isdecimal()):
+                continue
+            count = min(int(last or first) - int(first) + 1, _MOST_NODES)
+            found += [f"{match[1]}{int(first) + step:0{len(first)}}{match[3]}" for step in range(count)]
+    return found[:_MOST_NODES]
+
+
+def _gpu_name(gpu: Gpu) -> str:
+    return f"GPU{gpu.index}" if gpu.index is not None else f"GPU {gpu.address}"
+
+
+def _tree(out: Console, hardware: Hardware) -> None:
+    rows: dict[int | None, list[tuple[str, str]]] = {}
+    for gpu in hardware.gpus:
+        memory = f", {gpu.memory_bytes / 2**30:.0f} GiB" if gpu.memory_bytes else ""
+        rows.setdefault(gpu.numa, []).append((gpu.address, f"{_gpu_name(gpu)}  {gpu.name or 'NVIDIA GPU'}{memory}"))
+    for port in hardware.rdma:
+        rows.setdefault(port.numa, []).append((port.address, f"{port.device}  {_port(port)}"))
+    rdma = {port.address for port in hardware.rdma}
+    for one in hardware.interfaces:
+        if one.address and one.address not in rdma:
+            rows.setdefault(one.numa, []).append((one.address, f"{one.name}  {one.kind}, {interface_rate(one)}"))
+    for node in hardware.numa:
+        out.print(f"  NUMA {node.index}: cores {node.cpus}, {node.memory_bytes / 2**30:,.0f} GiB")
+        _devices(out, hardware, rows.pop(node.index, []))
+    rest = [row for some in rows.values() for row in some]
+    if rest:
+        out.print("  of no NUMA node" if len(hardware.numa) > 1 else "  devices")
+        _devices(out, hardware, rest)
+    if hardware.nvml and hardware.gpus:
+        out.print(indented(Text(hardware.nvml)))
+
+
+def _devices(out: Console, hardware: Hardware, rows: list[tuple[str, str]]) -> None:
+    """By the root that they are below, in the order of the bus; those on one switch together."""
+    above = ""
+    for address, text in sorted(rows):
+        path = hardware.pci[address].path if address in hardware.pci else ()
+        # A switch's own upstream port comes after the root and the root's port.
+        switch = f"switch {path[2]}" if len(path) > 4 else path[0] if path else "unknown"
+        if switch != above:
+            out.print(f"    {switch}")
+            above = switch
+        out.print(Text(f"      {address or '-':<13} {clean(text)}", overflow="fold"))
+
+
+def _port(port: RdmaPort) -> str:
+    layer = "RoCE" if port.link_layer == "Ethernet" else "EFA" if port.is_efa else port.link_layer
+    net = f", {port.netdev}" if port.netdev else ""
+    return f"{layer} {port.gbit_s:g} Gb/s{'' if port.active else ', ' + port.state}{net}"
+
+
+def _links(out: Console, hardware: Hardware) -> None:
+    linked = [gpu for gpu in hardware.gpus if gpu.links]
+    if linked:
+        gpu = linked[0]
+        speed = f" of {gpu.link_gb_s:.1f} GB/s" if gpu.link_gb_s else ""
+        seen = f" over {hardware.nvswitches} NVSwitches" if hardware.nvswitches else ""
+        over = (seen or " over NVSwitches") if gpu.switched else ""
+        reach = "all GPUs reach each other so" if hardware.all_linked else "not all GPUs reach each other so"
+        out.print(indented(f"NVLink: {gpu.links} links{speed} each{over}; {reach}"))
+    else:
+        why = hardware.nvml or "none is up"
+        out.print(indented(f"NVLink: {why}"))
+    ports = [port for port in hardware.rdma if port.address in hardware.pci]
+    if len(hardware.gpus) + len(ports) < 2:
+        return
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("")
+    for gpu in hardware.gpus:
+        table.add_column(_gpu_name(gpu) if gpu.index is not None else gpu.address[5:7], no_wrap=True)
+    used: set[Distance] = set()
+    for name, address in [(_gpu_name(gpu), gpu.address) for gpu in hardware.gpus] + [
+        (port.device, port.address) for port in ports
+    ]:
+        cells = [_between(hardware, address, gpu) for gpu in hardware.gpus]
+        used |= {Distance[cell] for cell in cells if cell in Distance.__members__}
+        table.add_row(name, *cells)
+    out.print(indented(table))
+    nvlink = ["NV# NVLinks"] if linked else []
+    out.print(indented("; ".join(nvlink + [_WORDS[one] for one in sorted(used)])))
+
+
+def _between(hardware: Hardware, address: str, gpu: Gpu) -> str:
+    if address == gpu.address:
+        return "-"
+    own = next((one for one in hardware.gpus if one.address == address), None)
+    if own is not None and hardware.linked(own, gpu):
+        return f"NV{own.links}"
+    distance = hardware.distance(address, gpu.address)
+    return "?" if distance is None else distance.name
+
+
+def _network(out: Console, hardware: Hardware) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for one in hardware.interfaces:
+        notes = []
+        if one.default_route:
+            notes.append("default route")
+        if one.members:
+            notes.append(f"of {', '.join(one.members)}")
+        shown = [address for address in one.addresses if not address.startswith("fe80")][:2]
+        state = "up" if one.state == "unknown" and one.kind == "loopback" else one.state
+        rate = "" if one.kind == "loopback" else interface_rate(one)
+        table.add_row(one.name, one.kind, state, rate, Text("\n".join((*shown, *notes))))
+    out.print(indented(table))
+    for port in hardware.rdma:
+        gids = [f"{gid.index} {gid.kind} {gid.ipv4}" for gid in port.gids if gid.ipv4]
+        if gids:
+            out.print(indented(f"{port.name} GIDs: {'; '.join(gids[:4])}"))
+    if not hardware.rdma:
+        out.print("  no RDMA device (InfiniBand, RoCE, EFA)")
+
+
+def _calibrations() -> list[tuple[Calibration | None, str]]:
+    """What `meshwright plan --calibrate` left here, by chip; or why a file is not used."""
+    before = calibration_file("").stem
+    chips = sorted(path.stem.removeprefix(before) for path in cache_folder().glob(f"{glob.escape(before)}*.json"))
+    found = [read_calibration(chip) for chip in chips]
+    return [(calibration, why) for calibration, why in found if calibration is not None or why]
+
+
+def _measured(out: Console) -> None:
+    found = _calibrations()
+    for calibration, why in found:
+        if calibration is None:
+            out.print(indented(Text(why)))
+            continue
+        out.print(indented(Text(f"{calibration.chip}, {calibration}")))
+        beside(out, measured_rows(calibration), 4)
+    if not any(calibration for calibration, _ in found):
+        advice = "speeds and collectives: `meshwright plan --calibrate`, in under two minutes"
+        out.print(indented(Text(f"nothing yet. {advice}")))
+    out.print(indented(Text("links by themselves: `meshwright bench comm`, also over several machines")))
+
+
+def measured_rows(calibration: Calibration) -> list[tuple[str, str]]:
+    """The most that was reached: products, memory, collectives at their largest size."""
+    rows = []
+    for ranks, speeds in sorted(calibration.crowds.items()):
+        best = [f"{dtype} {max(row[-1] for row in points) / 1e12:.3g}" for dtype, points in speeds.products.items()]
+        text = f"{', '.join(best)} TFLOP/s; memory {speeds.memory / 1e9:.3g} GB/s"
+        rows.append((f"{ranks} rank{'s' * (ranks > 1)}", f"{text}{' each' * (ranks > 1)}"))
+        for kind, groups in speeds.collectives.items():
+            for size, points in groups.items():
+                largest, seconds = points[-1]
+                if seconds > 0:
+                    shown = f"{largest / 2**20:.3g} MiB in {seconds * 1e3:.3g} ms, {largest / seconds / 1e9:.3g} GB/s"
+                    rows.append((f"  {kind} of {size}", shown))
+    return rows

@@ -1,0 +1,106 @@
+"""`meshwright doctor` as a user runs it: on this machine, and on a recorded one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.machines import dgx, roce
+
+
+def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in os.environ.items() if "NCCL" not in name and "GLOO" not in name}
+    command = [sys.executable, "-m", "meshwright", "doctor", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**given, "COLUMNS": "80", **environment}
+    )
+
+
+def test_this_machine_is_described() -> None:
+    done = doctor(AWS_SECRET_ACCESS_KEY="hunter2hunter2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for part in ("machine", "devices", "network", "versions", "limits", "fit to train"):
+        assert part in done.stdout
+    done = doctor("--topology")
+    assert done.returncode == 0, done.stderr
+    for part in ("NUMA", "127.0.0.1", "measured", "meshwright plan --calibrate"):
+        assert part in done.stdout
+    facts = json.loads(doctor("--json", AWS_SECRET_ACCESS_KEY="hunter2hunter2").stdout)
+    assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["topology"]["cores"] == os.cpu_count()
+    assert "hunter2" not in json.dumps(facts)
+
+
+def test_settings_come_as_json_and_nonsense_ends_with_code_one() -> None:
+    done = doctor("--nccl", "--json", GLOO_SOCKET_IFNAME="nosuch0")
+    assert done.returncode == 1, done.stderr
+    profile = json.loads(done.stdout)["nccl"]
+    assert profile["breaks"]
+    assert [finding["about"] for finding in profile["findings"]] == ["GLOO_SOCKET_IFNAME"]
+    assert profile["kept"][0]["value"] == "nosuch0"
+    assert "GLOO_SOCKET_IFNAME" not in profile["environment"]
+
+
+def test_a_recorded_machine_is_shown_within_eighty_columns(tmp_path: Path) -> None:
+    dgx(tmp_path).finish("dgx01")
+    done = doctor("--root", str(tmp_path), "--topology", "--nccl", NCCL_IB_DISABLE="1", NCCL_SOCKET_IFNAME="eno3")
+    assert done.returncode == 0, done.stderr
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    flat = " ".join(done.stdout.split())
+    for said in (
+        "dgx01: NVIDIA",
+        "18 links of 26.6 GB/s each over 4 NVSwitches; all GPUs reach each other so",
+        "mlx5_10 SYS SYS SYS SYS PHB PHB PIX PHB",
+        "1 x 10 Gb/s (eno3), instead of 8 x 400 Gb/s: 320 times slower at best",
+        "NCCL_IB_DISABLE=1",
+    ):
+        assert said in flat
+
+
+def test_lines_for_a_shell_are_all_that_is_printed(tmp_path: Path) -> None:
+    roce(tmp_path).finish()
+    done = doctor("--nccl", "--root", str(tmp_path), "--format", "env")
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("#")]
+    assert lines == [
+        "export NCCL_SOCKET_IFNAME='=eno1'",
+        "export GLOO_SOCKET_IFNAME=eno1",
+        "export NCCL_IB_HCA='=mlx5_0,mlx5_1,mlx5_2,mlx5_3'",
+    ]
+
+
+def test_a_wrong_command_says_what_to_change() -> None:
+    for arguments, said in (
+        (["--format", "env"], "--nccl"),
+        (["--nccl", "--nodes", "0"], "--nodes"),
+        (["--nccl", "--json", "--format", "text"], "--json"),
+        (["--nccl", "--root", "/nowhere"], "--root"),
+    ):
+        done = doctor(*arguments)
+        assert done.returncode == 2
+        assert said in done.stderr
+        assert done.stdout == ""
+
+
+def test_what_was_calibrated_is_shown(tmp_path: Path) -> None:
+    """With a file of the form that `plan --calibrate` writes, and one that is damaged."""
+    code = (
+        "from meshwright.cluster.calibration import Calibration, Speeds, write_calibration\n"
+        "rows = {'float32': ((64.0, 64.0, 64.0, 2.5e12),)}\n"
+        "flat = {'float32': ((128.0, 1e12),)}\n"
+        "speeds = Speeds(2, rows, flat, flat, 3e11, {'float32': 1.0}, (0.0, 0.0), (0.0, 0.0), 0.0, 0.0, 0.0,\n"
+        "    {'all_reduce': {'2': ((1024.0, 1e-4), (4194304.0, 4e-3))}}, {})\n"
+        "write_calibration(Calibration('here', 'cpu', '2.13.0', '2026-01-02', {2: speeds}))\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
+    done = doctor("--topology", XDG_CACHE_HOME=str(tmp_path))
+    flat = " ".join(done.stdout.split())
+    assert "calibrated on here, 2026-01-02, torch 2.13.0" in flat
+    assert "float32 2.5 TFLOP/s; memory 300 GB/s" in flat
+    assert "all_reduce of 2 4 MiB in 4 ms, 1.05 GB/s" in flat
+    for path in tmp_path.rglob("calibration-*"):
+        path.write_text("{")
+    assert "is damaged" in " ".join(doctor("--topology", XDG_CACHE_HOME=str(tmp_path)).stdout.split())
