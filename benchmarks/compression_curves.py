@@ -1,7 +1,8 @@
 """Where compressed gradients lead: the demo trained with each kind of compression, beside the same without any.
 
-    python benchmarks/compression_curves.py [--steps 500] [--ranks 2] [--kinds fp16,topk:0.01] [--json FILE]
+    python benchmarks/compression_curves.py [--steps 500] [--ranks 2] [--kinds fp16,topk:0.01@250] [--json FILE]
 
+After an @ stands the number of steps before compression begins.
 Prints the loss on held-out text at the end, how far that is from the one without compression, the mean loss of the last
 steps, and what a rank sends in a step.
 """
@@ -17,17 +18,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-KINDS = ("fp16", "bf16", "int8", "powersgd:4", "topk:0.01")
+KINDS = ("fp16", "bf16", "int8", "powersgd:4@250", "topk:0.01@350")
 
 
 def train(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train with that compression; gives the last losses and what was sent."""
     run = folder / kind.replace(":", "-")
+    kind, _, after = kind.partition("@")
     settings = [
         f"run.dir={run}",
         f"data.path={folder / 'text'}",
         f"train.steps={args.steps}",
         f"parallel.strategy=dp={args.ranks} compress={kind}",
+        f"comm.compress_after={after or 0}",
         *args.settings,
     ]
     command = [sys.executable, "-m", "meshwright", "train", "--preset", "demo", "--nproc", str(args.ranks), *settings]
@@ -49,13 +52,13 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", metavar="section.key=value", help="settings of all")
     args = parser.parse_args()
     found: dict[str, dict[str, Any]] = {}
-    print(f"{'compression':14}{'held-out loss':>15}{'to none':>10}{'last losses':>13}{'MiB sent':>11}", flush=True)
+    print(f"{'compression':16}{'held-out loss':>15}{'to none':>10}{'last losses':>13}{'MiB sent':>11}", flush=True)
     with tempfile.TemporaryDirectory(prefix="meshwright-curves-") as folder:
         for kind in ("none", *args.kinds.split(",")):
             one = found[kind] = train(kind, args, Path(folder))
             apart = one["held_out"] / found["none"]["held_out"] - 1
             sent = "" if one["sent_mib"] is None else f"{one['sent_mib']:.3f}"
-            print(f"{kind:14}{one['held_out']:15.4f}{apart:+10.2%}{one['loss']:13.4f}{sent:>11}", flush=True)
+            print(f"{kind:16}{one['held_out']:15.4f}{apart:+10.2%}{one['loss']:13.4f}{sent:>11}", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 

@@ -4,7 +4,8 @@
     fp16, bf16   summed in 16 bits
     int8         in 8 bits, each block of 256 with a scale of its own; summed in full on the rank that a part is of
     powersgd:R   each matrix as a product of two with R columns; what is left over is added to the next gradient
-    topk:F       the share F of numbers that are largest, with their places; the others are added to the next gradient
+    topk:F       of each parameter the share F of numbers that are largest, with their places; the others are added to
+                 the next gradient
 
 What a rank sends is counted for rings, as the backends do it: an all-reduce sends 2 (n-1)/n of its size, an exchange of
 everything with everyone (n-1)/n, a gather n-1 times what the rank has.
@@ -71,7 +72,7 @@ class Compression:
         numbers = sum(map(prod, shapes))
         match self.kind:
             case "topk":
-                return (ranks - 1) * self.kept(numbers) * (element + 4)
+                return (ranks - 1) * sum(self.kept(prod(shape)) for shape in shapes) * (element + 4)
             case "int8":
                 padded = ceil(numbers / (BLOCK * ranks)) * BLOCK
                 return 2 * (ranks - 1) * (padded + padded // BLOCK * _SCALE_BYTES)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -147,7 +148,14 @@ class TopK(Compressor):
     def reduce(self, bucket: Bucket) -> None:
         flat, unsent = bucket.flat, self._room(bucket)
         row = torch.cat([one.view(-1) for one in unsent]).add_(flat)
-        places = largest(row, self.how.kept(row.numel()))
+        sizes = [one.numel() for one in unsent]
+        # Parameter by parameter: in some of them all gradients are smaller than in others, and they learn as well.
+        starts = accumulate(sizes, initial=0)
+        found = [
+            largest(part, self.how.kept(len(part))) + start
+            for part, start in zip(row.split(sizes), starts, strict=False)
+        ]
+        places = torch.cat(found)
         values = row[places]
         # Values and places in one message.
         sent = torch.cat((values.view(torch.int32), places.to(torch.int32)))
@@ -157,7 +165,7 @@ class TopK(Compressor):
             total.index_add_(0, one[split:].long(), one[:split].clone().view(values.dtype))
         flat.copy_(total)
         rest, fine = row.index_fill_(0, places, 0.0), total.isfinite().all()
-        for kept, part in zip(unsent, rest.split([one.numel() for one in unsent]), strict=True):
+        for kept, part in zip(unsent, rest.split(sizes), strict=True):
             torch.where(fine, part.view_as(kept), kept, out=kept)
 
 

@@ -19,6 +19,7 @@ from meshwright.planning.group_times import memory_on, timer_on
 from meshwright.planning.memory import Memory
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import Constants, Software, constants, keeping
+from meshwright.planning.state_memory import unsent_bytes
 from meshwright.planning.timing import Parts
 from meshwright.strategy import Strategy
 
@@ -176,7 +177,7 @@ def count_features(strategy: Strategy | Layout) -> int:
     """Features that a strategy uses."""
     used = [strategy.zero > 0, strategy.tp > 1, strategy.pp > 1, strategy.cp > 1, strategy.ep > 1]
     used += [strategy.schedule != "1f1b", strategy.layers != "even", strategy.recompute != "none"]
-    used += [strategy.shares != "even"]
+    used += [strategy.shares != "even", strategy.compress != "none"]
     # What goes to host memory must earn twice as much: whether it has room there is known less well.
     used += 2 * [strategy.host_states != "none", strategy.host_activations]
     used += [strategy.zero > 0 and strategy.replicate > 1]
@@ -211,5 +212,6 @@ def with_exact_states(candidate: Candidate) -> Candidate:
     stages = []
     for rank, terms in enumerate(candidate.memory.stages):
         exact = state_bytes(scenario.spec, strategy, Place(pp=rank), kept=scenario.kept)
-        stages.append(replace(terms, parameters=float(exact.parameters), optimizer=float(exact.optimizer)))
+        optimizer = exact.optimizer + unsent_bytes(scenario, exact.parameters / scenario.held_bytes[0])
+        stages.append(replace(terms, parameters=float(exact.parameters), optimizer=float(optimizer)))
     return replace(candidate, memory=replace(candidate.memory, stages=tuple(stages)))

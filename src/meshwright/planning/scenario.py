@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.comm.compression import Compression
 from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.held_layers import RankLayers, Stage, ranks_of, stages_of
@@ -39,6 +40,8 @@ class Layout:
     offload: str = "none"
     shares: str = "even"
     """How the samples of a micro-step are dealt out to data-parallel ranks."""
+    compress: str = "none"
+    """How gradients are made smaller for their way."""
 
     @classmethod
     def of(cls, strategy: Strategy) -> Layout:
@@ -59,6 +62,7 @@ class Layout:
             recompute=strategy.recompute,
             offload=strategy.offload,
             shares=strategy.shares,
+            compress=strategy.compress,
         )
 
     def strategy(self) -> Strategy:
@@ -78,7 +82,13 @@ class Layout:
             recompute=self.recompute,
             offload=self.offload,
             shares=self.shares,
+            compress=self.compress,
         )
+
+    @property
+    def compression(self) -> Compression:
+        """What makes gradients smaller."""
+        return Compression.parse(self.compress)
 
     @property
     def host_states(self) -> str:

@@ -12,6 +12,8 @@ from meshwright.planning.held_layers import stages_of
 from meshwright.planning.scenario import Scenario
 
 GIB = float(1 << 30)
+UNSENT_BYTES = 4
+"""Of a gradient that was not sent yet."""
 
 
 LOSS, LAYER, END, ANY = "loss", "layer", "end", "any"
@@ -55,7 +57,7 @@ def state_terms(scenario: Scenario, held: Held, moment: str, floor: bool) -> Sta
     if layout.zero < 2 or layout.state_ranks == 1:
         casts = (whole if scenario.is_replicated else held.cast) * narrow * (moment != END)
         if not layout.zero:
-            optimizer = whole * moments * (layout.host_states == "none")
+            optimizer = whole * moments * (layout.host_states == "none") + unsent_bytes(scenario, whole)
         return whole * wide, casts, whole * gradient * there, optimizer
     if software.late_gradients:
         return (stored, *_our_shards(scenario, held, moment, own * gradient * there, there), optimizer)
@@ -78,6 +80,11 @@ def _our_shards(scenario: Scenario, held: Held, moment: str, own: float, there: 
         return gathered, whole * scenario.held_bytes[1]
     # What the root has sent is kept until the next backward pass sends something.
     return gathered, own + held.ends * software.reduce_bytes * there
+
+
+def unsent_bytes(scenario: Scenario, elements: float) -> float:
+    """What a rank keeps of compressed gradients that it did not send."""
+    return UNSENT_BYTES * elements if scenario.layout.compression.remembers else 0.0
 
 
 def unit_bytes(scenario: Scenario, largest: float) -> float:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from math import ceil
 
+from meshwright.comm.compression import NONE
 from meshwright.cuts import SMALL_UNIT
 from meshwright.estimate.kept import FLOAT32
+from meshwright.models.shapes import shapes_of
 from meshwright.planning import blocks
 from meshwright.planning.links import Group, group_of
 from meshwright.planning.operations import Operations
@@ -19,6 +21,8 @@ HOST_ADAM = 12e9
 """Bytes of parameters and moments that the host cores of one rank update in a second."""
 OFFLOAD_S = (4 + 4) / HOST_LINK + 16 / HOST_ADAM
 """Seconds for each parameter that is updated in host memory."""
+COMPRESSED_BYTES = {"fp16": 20.0, "bf16": 12.0, "int8": 60.0, "powersgd": 60.0, "topk": 120.0}
+"""Read and written for each gradient to make it smaller and back, as far as its time goes; fitted on CPU cores."""
 
 Elements = dict[tuple[str, str], list[tuple[float, float]]]
 """By schedule and layer split: elements of each pipeline rank before sharding, plain ones and dealt-out experts."""
@@ -127,7 +131,9 @@ class StateTimes:
             gradients = plain * software.reduce_bytes
             whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp)
             if layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
-                reduce = links.all_reduce(whole, gradients)
+                reduce = (
+                    self._compressed(whole, plain) if layout.compress != NONE else links.all_reduce(whole, gradients)
+                )
             else:
                 reduce = links.half(self.shard_group, gradients) if layout.zero == 1 or layout.pp > 1 else 0.0
                 if layout.replicate > 1:
@@ -140,6 +146,13 @@ class StateTimes:
                 gather += links.half(group, experts * software.gather_bytes) if layout.zero else 0.0
         edge = 1 / max(2, sum(len(stage.layers) for stage in self.scenario.stages if stage.rank == slowest))
         return self.operations.hide(reduce, backward, edge) + self.operations.hide(gather, forward, edge)
+
+    def _compressed(self, group: Group, elements: float) -> float:
+        """Seconds in which compressed gradients are summed: an all-reduce that sends as much, and what is computed."""
+        compression, ranks = self.scenario.layout.compression, group.size
+        sent = compression.sent(list(shapes_of(self.scenario.spec).values()), ranks)
+        computed = elements * COMPRESSED_BYTES[compression.kind] / self.operations.memory
+        return self.operations.links.all_reduce(group, sent * ranks / (2 * (ranks - 1))) + computed
 
     def update(self, ranks: Collection[int] | None = None) -> tuple[float, float]:
         """Seconds of the optimizer's step of the fullest of these pipeline ranks, on the chip and in host memory."""
