@@ -130,10 +130,10 @@ class StateTimes:
         else:
             gradients = plain * software.reduce_bytes
             whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp)
-            if layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
-                reduce = (
-                    self._compressed(whole, plain) if layout.compress != NONE else links.all_reduce(whole, gradients)
-                )
+            if layout.compress != NONE:
+                reduce = self._compressed(whole, plain)
+            elif layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
+                reduce = links.all_reduce(whole, gradients)
             else:
                 reduce = links.half(self.shard_group, gradients) if layout.zero == 1 or layout.pp > 1 else 0.0
                 if layout.replicate > 1:
