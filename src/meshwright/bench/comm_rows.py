@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.cluster.link_lines import LinkLine
 from meshwright.comm.bandwidth import Line, bus_factor, fit
 from meshwright.errors import UserError
 
@@ -33,6 +34,10 @@ class Row:
     calls: int
     wrong: int | None
     """Elements on all ranks that were wrong; None where nobody looked."""
+    inside: int
+    """Ranks of a group that share a machine."""
+    node: int
+    """Ranks of a machine."""
 
     @property
     def algorithm_gb_s(self) -> float:
@@ -89,3 +94,19 @@ def lines_through(rows: Sequence[Row]) -> Iterator[tuple[Row, Line]]:
         found = fit([(row.bytes * bus_factor(row.operation, row.ranks), row.seconds) for row in those])
         if found is not None:
             yield those[0], found
+
+
+def kept_lines(rows: Sequence[Row], backend: str, torch: str, when: str) -> tuple[list[LinkLine], list[str]]:
+    """The lines that say something about larger sizes, too, for plans; and which operations' do not."""
+    kept, left = [], []
+    for row, line in lines_through(rows):
+        largest = max(one.bytes for one in rows if (one.operation, one.axis) == (row.operation, row.axis))
+        if line.seconds(largest * bus_factor(row.operation, row.ranks)) > 2 * line.latency_s:
+            kept.append(
+                LinkLine(
+                    row.operation, row.axis, row.ranks, row.inside, row.node, backend, *line, torch=torch, when=when
+                )
+            )
+        else:
+            left.append(f"{row.operation} over {row.axis}")
+    return kept, left

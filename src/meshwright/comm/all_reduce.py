@@ -7,6 +7,7 @@ another order in their last bits. All ranks get the same bits, since each sum is
 from __future__ import annotations
 
 import socket
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +22,8 @@ from meshwright.comm.transfers import together
 
 def all_reduce(
     tensor: Tensor, algorithm: str = "ring", group: dist.ProcessGroup | None = None, nodes: Nodes = ()
-) -> int:
-    """Put the sum over the ranks of a group in the place of each one's tensor; gives the bytes that this rank sent."""
+) -> dict[int, int]:
+    """Put the sum over the ranks of a group in the place of each one's tensor; gives the bytes sent, by receiver."""
     group = group or dist.group.WORLD
     assert group is not None
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
@@ -43,9 +44,9 @@ def machines_of(group: dist.ProcessGroup) -> Nodes:
     return [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
 
 
-def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> int:
-    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent."""
-    sent = 0
+def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> dict[int, int]:
+    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent, by receiver."""
+    sent: dict[int, int] = defaultdict(int)
     room: dict[int, Tensor] = {}
     for one in rounds:
         arrivals = []
@@ -61,7 +62,8 @@ def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) 
         for arrival, taken in zip(arrivals, one.receives, strict=True):
             if taken.adds:
                 flat[taken.span.start : taken.span.stop].add_(arrival)
-        sent += sum(given.span.length for given in one.sends) * flat.element_size()
+        for given in one.sends:
+            sent[given.to] += given.span.length * flat.element_size()
     return sent
 
 
