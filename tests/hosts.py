@@ -45,9 +45,11 @@ class Ended:
 class Hosts:
     """Some hosts, named a, b, c, ... or as given, on one network."""
 
-    def __init__(self, names: int | Sequence[str], folder: Path | None = None) -> None:
+    def __init__(self, names: int | Sequence[str], folder: Path | None = None, first: bool = False) -> None:
+        """`first`: their processes come before all others of this machine, for what is timed."""
         self.names = [chr(ord("a") + number) for number in range(names)] if isinstance(names, int) else list(names)
         self.folder = folder
+        self._before = ["nice", "-n", "-15"] if first else []
         self._tag = f"mw{os.getpid()}x{next(_NUMBERS)}"
         self.processes: list[subprocess.Popen[str]] = []
 
@@ -113,7 +115,7 @@ class Hosts:
         """Start `python -m WORDS` on a host, which has a host name of its own: machines are told apart by it."""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.space(name), *named, sys.executable, "-m", *words],
+            [*self._before, "ip", "netns", "exec", self.space(name), *named, sys.executable, "-m", *words],
             cwd=self.folder,
             env=os.environ | {"OMP_NUM_THREADS": "1"} if env is None else env,
             stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Lines that `bench comm` fits: kept beside what `plan --calibrate` wrote, and used by plans where a group is like them."""
+"""Lines that `bench comm` fits: kept beside what `plan --calibrate` wrote, and used by plans for groups like them."""
 
 from __future__ import annotations
 
