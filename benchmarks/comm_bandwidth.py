@@ -5,7 +5,7 @@ would write (a call to warm up, a barrier, n calls, the clock). A ratio is that 
 turns and the middle half of them. Beside it the ring over messages against the backend's own all-reduce. Exits with 1
 where a median is off by more than 5%, or the ring on 4 ranks reaches less than 0.8 of the backend.
 
-    python benchmarks/comm_bandwidth.py [--ranks 2 4] [--sizes 64K 1M 16M 64M] [--turns 15]
+    python benchmarks/comm_bandwidth.py [--ranks 2 4] [--sizes 64K 1M 16M 64M] [--turns 25]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from meshwright.parallel.world import World
 
 OFF, RING = 0.05, 0.8
 RING_SIZE = 64 << 20
-TURN_BYTES = 128 << 20
+TURN_BYTES = 64 << 20
 """Sizes are summed so often in a turn that about so many bytes were, within bounds."""
 
 
@@ -74,7 +74,7 @@ def turns(sizes: list[int], count: int, out: str, world: World) -> None:
     """All turns of one number of ranks; the first rank writes them."""
     found: dict[str, dict[str, list[float]]] = {}
     for size in sizes:
-        calls = max(3, min(100, TURN_BYTES // size))
+        calls = max(3, min(50, TURN_BYTES // size))
         work: dict[str, Callable[[], float]] = {
             "bare": partial(bare, size, calls),
             "bench comm": partial(ours, size, calls, world),
@@ -98,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", nargs="+", default=["64K", "1M", "16M", "64M"])
-    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--turns", type=int, default=25)
     args = parser.parse_args()
     table = Table("ranks", "size", "", "GB/s", "bare GB/s", "ratio", "middle half", title="all-reduce on gloo, busbw")
     failed = False

@@ -10,8 +10,6 @@ from typing import Any
 from meshwright.bench.comm_rows import Row
 from meshwright.comm.bandwidth import Line, bus_factor, fit
 
-_UNITS = ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"))
-
 
 @dataclass(frozen=True)
 class Series:
@@ -67,23 +65,20 @@ def of_algorithms(rows: Sequence[Mapping[str, Any]], ranks: int) -> list[Series]
 
 def size_words(size: float) -> str:
     """As sizes are given: 8, 64K, 128M."""
-    for unit, letter in _UNITS:
-        if size >= unit:
-            return f"{size / unit:.3g}{letter}"
-    return f"{size:.3g}"
+    return _in_units(size, ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K"), (1, "")))
 
 
 def time_words(seconds: float) -> str:
     """In the unit that suits."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}"
-    return f"{seconds / 1e-9:.3g} ns"
+    return _in_units(seconds, ((1.0, " s"), (1e-3, " ms"), (1e-6, " us"), (1e-9, " ns")))
 
 
 def rate_words(gb_s: float) -> str:
     """In the unit that suits."""
-    for unit, name in ((1.0, "GB/s"), (1e-3, "MB/s"), (1e-6, "KB/s")):
-        if gb_s >= unit:
-            return f"{gb_s / unit:.3g} {name}"
-    return f"{gb_s / 1e-9:.3g} B/s"
+    return _in_units(gb_s, ((1.0, " GB/s"), (1e-3, " MB/s"), (1e-6, " KB/s"), (1e-9, " B/s")))
+
+
+def _in_units(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Three digits, in the first unit of which it is at least one when rounded."""
+    unit, name = next((one for one in units if value >= 0.9995 * one[0]), units[-1])
+    return f"{value / unit:.3g}{name}"
