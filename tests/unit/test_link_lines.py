@@ -172,9 +172,9 @@ def test_a_run_that_saw_slower_links_slows_the_measured_ones() -> None:
 
 
 def test_only_lines_that_show_a_bandwidth_are_kept() -> None:
-    def rows(sizes: tuple[int, ...]) -> list[Row]:
+    def rows(sizes: tuple[int, ...], bandwidth: float = 1e9) -> list[Row]:
         return [
-            Row("all_reduce", "dp", 4, 2, size, size // 4, "float32", 1e-3 + 1.5 * size / 1e9, 20, 0, 2, 4)
+            Row("all_reduce", "dp", 4, 2, size, size // 4, "float32", 1e-3 + 1.5 * size / bandwidth, 20, 0, 2, 4)
             for size in sizes
         ]
 
@@ -183,7 +183,9 @@ def test_only_lines_that_show_a_bandwidth_are_kept() -> None:
     (one,) = kept
     assert one.key == ("all_reduce", "dp", 4, 2, 4, "gloo")
     assert (one.latency_s, one.bandwidth) == (pytest.approx(1e-3), pytest.approx(1e9))
-    assert kept_lines(rows((8, 4096)), "gloo", "2.13.0", "2026-02-03") == ([], ["all_reduce over dp"])
+    nothing = ([], ["all_reduce over dp"])
+    assert kept_lines(rows((8, 1 << 17)), "gloo", "2.13.0", "2026-02-03") == nothing, "mostly latency"
+    assert kept_lines(rows((8, 32), 1e3), "gloo", "2.13.0", "2026-02-03") == nothing, "bytes so few may be noise"
 
 
 def test_machines_that_share_a_domain_of_fast_links_are_one() -> None:

@@ -12,6 +12,7 @@ from meshwright.comm.bandwidth import Line, bus_factor, fit
 from meshwright.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LEAST_KEPT = 1 << 16
 HEADER = f"{'size':>12}{'count':>12}{'type':>10}{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}"
 UNITS = f"{'(B)':>12}{'(elements)':>12}{'':>10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
 
@@ -101,7 +102,9 @@ def kept_lines(rows: Sequence[Row], backend: str, torch: str, when: str) -> tupl
     kept, left = [], []
     for row, line in lines_through(rows):
         largest = max(one.bytes for one in rows if (one.operation, one.axis) == (row.operation, row.axis))
-        if line.seconds(largest * bus_factor(row.operation, row.ranks)) > 2 * line.latency_s:
+        mostly_bytes = line.seconds(largest * bus_factor(row.operation, row.ranks)) > 2 * line.latency_s
+        # Below some size noise alone can look like a bandwidth.
+        if mostly_bytes and largest >= _LEAST_KEPT:
             kept.append(
                 LinkLine(
                     row.operation, row.axis, row.ranks, row.inside, row.node, backend, *line, torch=torch, when=when

@@ -161,7 +161,7 @@ def _save(rows: Sequence[Row], found: dict[str, Any]) -> None:
     when = datetime.now(UTC).isoformat(timespec="seconds")
     kept, left = kept_lines(rows, found["backend"], found["torch"], when)
     if left:
-        print(f"not kept for plans: {', '.join(left)}, whose largest size is mostly latency; a larger -e tells more")
+        print(f"not kept for plans: {', '.join(left)}, whose sizes say little about bandwidth; a larger -e tells more")
     if kept:
         path, ignored = write_lines(found["chip"], kept)
         if ignored:
