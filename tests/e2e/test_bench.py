@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cluster.calibration import calibration_file
 from tests.conftest import CommandLine
 
 SHAPE = ["--model", "tiny", "--device", "cpu", "--sequence", "32", "--precision", "float32"]
@@ -97,6 +98,45 @@ def test_collectives_are_measured_and_written(meshwright: CommandLine, tmp_path:
     assert {line["operation"] for line in found["lines"]} == {"all_reduce", "send_receive"}
 
 
+def test_lines_are_kept_for_plans_and_drawn(meshwright: CommandLine, tmp_path: Path) -> None:
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    sizes = ["--nproc", 2, "-b", "64K", "-e", "32M", "-f", 512, "--iters", 2]
+    result = meshwright("bench", "comm", "all_reduce", *sizes, "--plot", "comm.png", "--no-save", **own)
+    assert result.returncode == 0, result.stderr
+    assert "drawn in comm.png" in result.stdout
+    assert (tmp_path / "comm.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "cache" / "meshwright").exists()
+    result = meshwright(
+        "bench", "comm", "all_reduce", "broadcast", *sizes, "--plot", "--strategy", "dp=1 tp=2", **own, COLUMNS="80"
+    )
+    assert result.returncode == 0, result.stderr
+    (kept,) = (tmp_path / "cache" / "meshwright").glob("calibration-*-cpu.json")
+    assert f"kept for later plans in {kept}: 2 lines" in result.stdout
+    assert {(line["operation"], line["axis"]) for line in json.loads(kept.read_text())["lines"]} == {
+        (operation, "tp") for operation in ("all_reduce", "broadcast")
+    }
+    assert "bus bandwidth" in result.stdout
+    assert "B broadcast, 2 ranks: " in result.stdout
+    planned = meshwright("plan", "--model", "tiny", "--cluster", "1x2xcpu", "--seq-len", 64, "--global-batch", 8, **own)
+    assert "by bench comm (groups of 2 ranks)" in " ".join(planned.stdout.split()), planned.stdout
+
+
+def test_what_says_little_about_bandwidth_is_not_kept_and_a_damaged_file_is_told(
+    meshwright: CommandLine, tmp_path: Path
+) -> None:
+    path = tmp_path / "meshwright" / calibration_file("cpu").name
+    path.parent.mkdir()
+    path.write_text("{")
+    own = {"XDG_CACHE_HOME": str(tmp_path)}
+    sizes = ["--nproc", 2, "-b", 8, "-f", 2, "--iters", 3]
+    result = meshwright("bench", "comm", "all_reduce", *sizes, "-e", 32, **own)
+    assert "not kept for plans: all_reduce over world" in result.stdout
+    assert path.read_text() == "{"
+    result = meshwright("bench", "comm", "all_reduce", "--nproc", 2, "-b", "64K", "-e", "32M", "-f", 512, **own)
+    assert f"{path} is damaged" in result.stdout
+    assert json.loads(path.read_text())["lines"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -106,6 +146,8 @@ def test_collectives_are_measured_and_written(meshwright: CommandLine, tmp_path:
         (("all_reduce", "--algorithms"), "without operations"),
         (("--node-size", 2), "--algorithms"),
         (("--nproc", 2, "--strategy", "tp=3"), "tp=3"),
+        (("--plot", "all_reduce"), "goes after the operations"),
+        (("--plot", "nowhere/comm.png"), "in a folder that is there"),
     ],
 )
 def test_collectives_that_cannot_be_measured_are_refused(

@@ -50,7 +50,10 @@ def test_every_axis_is_measured_in_its_groups(pool: RankPool, tmp_path_factory: 
     path = tmp_path_factory.mktemp("comm") / "rows.json"
     asked = Asked(("all_reduce", "all_to_all"), (8, 4096), "dp=2 tp=2", calls=2, warm_up=1)
     pool.run(rows_of, 4, asked, str(path))
-    rows = json.loads(path.read_text())
+    found = json.loads(path.read_text())
+    rows = found["rows"]
+    assert (found["backend"], found["chip"]) == ("gloo", "cpu")
+    assert {(row["inside"], row["node"]) for row in rows} == {(2, 4)}
     assert [(row["operation"], row["axis"], row["ranks"], row["groups"], row["bytes"]) for row in rows] == [
         (operation, axis, 2, 2, size)
         for operation in ("all_reduce", "all_to_all")
@@ -70,10 +73,13 @@ def test_algorithms_send_what_they_should(
 ) -> None:
     path = tmp_path_factory.mktemp("comm") / "rows.json"
     pool.run(algorithm_rows, 4, Asked(("all_reduce",), (8, 4000), None, calls=1, warm_up=1), node_size, str(path))
-    rows = json.loads(path.read_text())
+    rows = json.loads(path.read_text())["rows"]
     assert [row["algorithm"] for row in rows] == [comm_algorithms.BACKEND, *ALGORITHMS] * 2
     for row in rows:
         assert row["wrong"] == 0
         assert row["seconds"] > 0
-        assert row["sent"] == row["expected_sent"]
-        assert (row["expected_s"] is None) == (row["algorithm"] == comm_algorithms.BACKEND)
+        assert row["link"] == row["expected_link"]
+        assert row["node_link"] == row["expected_node_link"]
+        of_backend = row["algorithm"] == comm_algorithms.BACKEND
+        assert (row["expected_s"] is None) == (row["link"] is None) == of_backend
+        assert (row["node_link"] is None) == (of_backend or node_size is None)

@@ -20,7 +20,7 @@ from meshwright.errors import UserError
 
 
 def row(operation: str = "all_reduce", ranks: int = 8, size: int = 8388608, seconds: float = 1243.2e-6) -> Row:
-    return Row(operation, "world", ranks, 1, size, size // 4, "float32", seconds, 20, 0)
+    return Row(operation, "world", ranks, 1, size, size // 4, "float32", seconds, 20, 0, 8, 8)
 
 
 def test_known_values_are_printed_as_nccl_tests_prints_them() -> None:

@@ -19,6 +19,14 @@ def test_settings_page_is_current() -> None:
     assert (ROOT / "docs/configuration.md").read_text() == made, "run python docs/make_configuration.py"
 
 
+def test_pictures_are_what_the_algorithms_do() -> None:
+    made = runpy.run_path(str(ROOT / "docs/make_pictures.py"))["pictures"]()
+    drawn = {path.name: path.read_text() for path in (ROOT / "docs/pictures").glob("all-reduce-*.svg")}
+    assert drawn == made, "run python docs/make_pictures.py"
+    page = (ROOT / "docs/communication.md").read_text()
+    assert [name for name in made if f"(pictures/{name})" not in page] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.bench.collectives import OPERATIONS, Collective
 from meshwright.bench.comm_rows import HEADER, UNITS, Row
+from meshwright.cluster.cluster import chip_named
+from meshwright.comm.all_reduce import machines_of
 from meshwright.parallel.mesh import make_mesh
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
@@ -42,24 +45,62 @@ class Asked:
     check: bool = True
 
 
+@dataclass(frozen=True)
+class Place:
+    """The groups of an axis, seen from a rank that is in one of them."""
+
+    axis: str
+    group: dist.ProcessGroup
+    groups: int
+    inside: int
+    """Ranks of a group that share a machine: of all groups the fewest."""
+    node: int
+    """Ranks of a machine, the most."""
+
+    def __str__(self) -> str:
+        spread = "" if self.inside == self.group.size() else f", {self.inside} of a group in a machine"
+        return f"{self.axis}: {self.groups} x {self.group.size()} ranks{spread}"
+
+
 def measure(asked: Asked, out: str | None, world: World) -> None:
     """Measure, print rows on the first rank as they come, and leave them in a file there."""
     rows: list[Row] = []
-    groups = list(_groups(asked, world))
+    places = list(_places(asked, world))
     for operation in asked.operations:
-        for axis, group, count in groups:
-            _say(world, f"\n{operation} over {axis}: {count} x {group.size()} ranks\n{HEADER}\n{UNITS}")
+        for place in places:
+            _say(world, f"\n{operation} over {place}\n{HEADER}\n{UNITS}")
             for size in asked.sizes:
-                row = _row(asked, operation, axis, group, count, size, world)
+                row = _row(asked, operation, place, size, world)
                 rows.append(row)
                 _say(world, str(row))
-    if world.is_first and out is not None:
-        Path(out).write_text(json.dumps([asdict(row) for row in rows]), encoding="utf-8")
+    leave(rows, out, world)
+
+
+def leave(rows: Sequence[Any], out: str | None, world: World) -> None:
+    """Write what was measured, and on what, where the first rank was asked to."""
+    if not world.is_first or out is None:
+        return
+    chip, name = "cpu", "cpu"
+    if world.device.type == "cuda":
+        name = torch.cuda.get_device_name(world.device)
+        known = chip_named(name, torch.cuda.get_device_properties(world.device).total_memory / 2**20)
+        chip = known.key if known is not None else ""
+    facts = {"backend": world.backend, "ranks": world.size, "chip": chip, "device": name, "torch": torch.__version__}
+    Path(out).write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}), encoding="utf-8")
 
 
 def _say(world: World, text: str) -> None:
     if world.is_first:
         print(text, flush=True)
+
+
+def _places(asked: Asked, world: World) -> Iterator[Place]:
+    """The axes that are measured."""
+    assert dist.group.WORLD is not None
+    node = max(map(len, machines_of(dist.group.WORLD)))
+    for axis, group, count in _groups(asked, world):
+        inside = max(map(len, machines_of(group)))
+        yield Place(axis, group, count, int(world.gather(torch.tensor([inside])).min()), node)
 
 
 def _groups(asked: Asked, world: World) -> Iterator[tuple[str, dist.ProcessGroup, int]]:
@@ -79,17 +120,18 @@ def _groups(asked: Asked, world: World) -> Iterator[tuple[str, dist.ProcessGroup
         yield "ep", mesh.experts["ep"].get_group(), world.size // strategy.ep
 
 
-def _row(
-    asked: Asked, operation: str, axis: str, group: dist.ProcessGroup, groups: int, size: int, world: World
-) -> Row:
-    dtype, kind = DTYPES[asked.dtype], OPERATIONS[operation]
+def _row(asked: Asked, operation: str, place: Place, size: int, world: World) -> Row:
+    dtype, kind, group = DTYPES[asked.dtype], OPERATIONS[operation], place.group
     count = max(1, size // dtype.itemsize)
     if kind.divides:
         count = max(1, count // group.size()) * group.size()
     one = kind(count, dtype, world.device, group)
     wrong = wrong_of(one, asked, world)
     seconds, calls = seconds_of(one.run, asked, world)
-    return Row(operation, axis, group.size(), groups, count * dtype.itemsize, count, asked.dtype, seconds, calls, wrong)
+    return Row(
+        operation, place.axis, group.size(), place.groups, count * dtype.itemsize, count, asked.dtype, seconds, calls,
+        wrong, place.inside, place.node,
+    )  # fmt: skip
 
 
 def wrong_of(one: Collective, asked: Asked, world: World) -> int | None:

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.cluster.link_lines import LinkLine
 from meshwright.comm.bandwidth import Line, bus_factor, fit
 from meshwright.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LEAST_KEPT = 1 << 16
 HEADER = f"{'size':>12}{'count':>12}{'type':>10}{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}"
 UNITS = f"{'(B)':>12}{'(elements)':>12}{'':>10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
 
@@ -33,6 +35,10 @@ class Row:
     calls: int
     wrong: int | None
     """Elements on all ranks that were wrong; None where nobody looked."""
+    inside: int
+    """Ranks of a group that share a machine."""
+    node: int
+    """Ranks of a machine."""
 
     @property
     def algorithm_gb_s(self) -> float:
@@ -89,3 +95,21 @@ def lines_through(rows: Sequence[Row]) -> Iterator[tuple[Row, Line]]:
         found = fit([(row.bytes * bus_factor(row.operation, row.ranks), row.seconds) for row in those])
         if found is not None:
             yield those[0], found
+
+
+def kept_lines(rows: Sequence[Row], backend: str, torch: str, when: str) -> tuple[list[LinkLine], list[str]]:
+    """The lines that say something about larger sizes, too, for plans; and which operations' do not."""
+    kept, left = [], []
+    for row, line in lines_through(rows):
+        largest = max(one.bytes for one in rows if (one.operation, one.axis) == (row.operation, row.axis))
+        mostly_bytes = line.seconds(largest * bus_factor(row.operation, row.ranks)) > 2 * line.latency_s
+        # Below some size noise alone can look like a bandwidth.
+        if mostly_bytes and largest >= _LEAST_KEPT:
+            kept.append(
+                LinkLine(
+                    row.operation, row.axis, row.ranks, row.inside, row.node, backend, *line, torch=torch, when=when
+                )
+            )
+        else:
+            left.append(f"{row.operation} over {row.axis}")
+    return kept, left

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.bench.comm_rows import Row, lines_through, sizes
+from meshwright.bench.comm_rows import Row, kept_lines, lines_through, sizes
 from meshwright.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from meshwright.bench.comm import Asked
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_receive")
 DTYPES = ("float32", "float64", "bf16", "fp16")
+TERMINAL = "-"
+"""What `--plot` alone means."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -37,29 +44,80 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-check", action="store_true", help="do not look whether results are right")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "cuda-shared"), help="where")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the lines through them")
+    parser.add_argument(
+        "--plot", nargs="?", const=TERMINAL, metavar="FILE.png",
+        help="draw bandwidth and time by size: in the terminal, or into a file",
+    )  # fmt: skip
+    parser.add_argument("--no-save", action="store_true", help="do not keep latencies and bandwidths for later plans")
     parser.epilog = (
         "Sizes, times and bandwidths are those of nccl-tests. Under torchrun or srun all ranks of the job take part.\n"
         "exit code: 0 all results were right, 1 one was wrong, 2 something to change in the command\n\n"
         "examples:\n"
-        "  meshwright bench comm all_reduce --nproc 4 -b 8 -e 128M -f 2\n"
-        "  meshwright bench comm --algorithms --nproc 4 -b 8 -e 64M -f 64\n"
+        "  meshwright bench comm all_reduce --nproc 4 -b 8 -e 128M -f 2 --plot\n"
+        "  meshwright bench comm --algorithms --nproc 4 -b 8 -e 64M -f 64 --plot algorithms.png\n"
         '  meshwright bench comm all_reduce all_gather --nproc 4 --strategy "dp=2 tp=2" --json comm.json\n'
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, and say whether all was right."""
+    wanted = _check(args)
+    from meshwright.torch_support import require_torch
+
+    require_torch()
+    from meshwright.bench.comm import Asked
+
+    asked = Asked(
+        tuple(args.operations or COLLECTIVES), tuple(wanted), args.strategy, args.dtype, args.warm_up, args.iters,
+        not args.no_check,
+    )  # fmt: skip
+    found = _measure(args, asked)
+    if found is None:
+        # Another rank prints.
+        return 0
+    wrong = sum(row["wrong"] or 0 for row in found["rows"])
+    if args.algorithms:
+        facts: dict[str, Any] = {"algorithms": found["rows"]}
+    else:
+        rows = [Row(**row) for row in found["rows"]]
+        facts = _lines(rows)
+        if not args.no_save and not wrong:
+            _save(rows, found)
+    print(f"out of bounds values: {wrong} {'OK' if not wrong else 'FAILED'}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        _plot(args, found)
+    return 1 if wrong else 0
+
+
+def _check(args: argparse.Namespace) -> list[int]:
+    """Refuse what makes no sense; gives the sizes."""
     unknown = [name for name in args.operations if name not in COLLECTIVES]
     if unknown:
         raise UserError(f"{unknown[0]} is no operation{nearest(unknown[0], COLLECTIVES)}; {', '.join(COLLECTIVES)} are")
     if args.iters < 1 or args.warm_up < 0:
         raise UserError("--iters takes a whole number from 1, --warm-up one from 0")
-    wanted = sizes(args.begin, args.end, args.factor)
-    from meshwright.torch_support import require_torch
+    if args.algorithms and (args.operations or args.strategy is not None):
+        raise UserError("--algorithms are those of an all-reduce over all ranks: without operations and --strategy")
+    if args.node_size is not None and (not args.algorithms or args.node_size < 1):
+        raise UserError("--node-size takes a whole number from 1, and goes with --algorithms")
+    if args.plot not in (None, TERMINAL):
+        from meshwright.bench.comm_picture import require_matplotlib
 
-    require_torch()
-    from meshwright.bench import comm_algorithms
-    from meshwright.bench.comm import Asked, measure
+        path = Path(args.plot)
+        if path.suffix != ".png" or path.is_dir() or not path.parent.is_dir():
+            raise UserError(
+                f"--plot={args.plot} is no .png file in a folder that is there; --plot alone draws in the terminal, "
+                "and goes after the operations"
+            )
+        require_matplotlib()
+    return sizes(args.begin, args.end, args.factor)
+
+
+def _measure(args: argparse.Namespace, asked: Asked) -> dict[str, Any] | None:
+    """What the first rank found, in that rank or in the process that started all of them; None in others."""
+    from meshwright.bench import comm, comm_algorithms
     from meshwright.launch.local import run_ranks
     from meshwright.parallel.world import join_world, launched_ranks
     from meshwright.strategy import Strategy
@@ -70,15 +128,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("one rank has nobody to talk to; use --nproc 2 or more")
     if args.strategy is not None:
         Strategy.parse(args.strategy, world)
-    if args.algorithms and (args.operations or args.strategy is not None):
-        raise UserError("--algorithms are those of an all-reduce over all ranks: without operations and --strategy")
-    if args.node_size is not None and (not args.algorithms or args.node_size < 1):
-        raise UserError("--node-size takes a whole number from 1, and goes with --algorithms")
-    asked = Asked(
-        tuple(args.operations or COLLECTIVES), tuple(wanted), args.strategy, args.dtype, args.warm_up, args.iters,
-        not args.no_check,
-    )  # fmt: skip
-    work = partial(comm_algorithms.measure, asked, args.node_size) if args.algorithms else partial(measure, asked)
+    work = partial(comm_algorithms.measure, asked, args.node_size) if args.algorithms else partial(comm.measure, asked)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         out = Path(folder) / "rows.json"
         if launched is None:
@@ -86,16 +136,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             with join_world(args.device, 600.0, launched) as joined:
                 work(str(out), joined)
-        if not out.exists():
-            # Another rank prints.
-            return 0
-        found = json.loads(out.read_text(encoding="utf-8"))
-    wrong = sum(row["wrong"] or 0 for row in found)
-    facts = {"algorithms": found} if args.algorithms else _lines([Row(**row) for row in found])
-    print(f"out of bounds values: {wrong} {'OK' if not wrong else 'FAILED'}")
-    if args.json is not None:
-        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    return 1 if wrong else 0
+        return json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, Any]:
@@ -103,6 +144,45 @@ def _lines(rows: Sequence[Row]) -> dict[str, Any]:
     print("\nlatency and bus bandwidth, from all sizes:")
     lines = []
     for row, line in lines_through(rows):
-        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.2f} GB/s")
-        lines.append({"operation": row.operation, "axis": row.axis, "ranks": row.ranks, **line._asdict()})
+        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.3g} GB/s")
+        lines.append(
+            {"operation": row.operation, "axis": row.axis, "ranks": row.ranks, "inside": row.inside, **line._asdict()}
+        )
     return {"rows": [row.as_json() for row in rows], "lines": lines}
+
+
+def _save(rows: Sequence[Row], found: dict[str, Any]) -> None:
+    """Keep the lines where `plan` finds them, and say so."""
+    from meshwright.cluster.calibration import write_lines
+
+    if not found["chip"]:
+        print(f"nothing is kept for plans: {found['device']} is in no table of chips (docs/plan.md)")
+        return
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    kept, left = kept_lines(rows, found["backend"], found["torch"], when)
+    if left:
+        print(f"not kept for plans: {', '.join(left)}, whose sizes say little about bandwidth; a larger -e tells more")
+    if kept:
+        path, ignored = write_lines(found["chip"], kept)
+        if ignored:
+            print(ignored)
+        print(f"kept for later plans in {path}: {len(kept)} line{'s' * (len(kept) > 1)}")
+
+
+def _plot(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    from meshwright.bench.comm_series import of_algorithms, of_rows
+
+    series = (
+        of_algorithms(found["rows"], found["ranks"])
+        if args.algorithms
+        else of_rows([Row(**row) for row in found["rows"]])
+    )
+    if args.plot == TERMINAL:
+        from meshwright.bench.terminal_plot import show
+
+        show(series, sys.stdout)
+        return
+    from meshwright.bench.comm_picture import draw
+
+    draw(series, Path(args.plot))
+    print(f"drawn in {args.plot}")

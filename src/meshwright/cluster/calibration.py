@@ -1,7 +1,8 @@
 """What was measured on a machine: its form, the file it is kept in, and how to read numbers between measured ones.
 
-`meshwright plan --calibrate` writes one file for each machine and chip. A file that is damaged or of another form is as
-if it were not there, and the answer says so. No torch.
+`meshwright plan --calibrate` writes one file for each machine and chip, and `meshwright bench comm` adds its lines to
+it; each leaves what the other wrote. A file that is damaged or of another form is as if it were not there, and the
+answer says so. No torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
+from meshwright.cluster.link_lines import LinkLine, read_lines, with_newer
 from meshwright.files import cache_folder, write_atomically
 
 FORM = 2
@@ -89,6 +91,14 @@ class Calibration:
     torch: str
     when: str
     crowds: Mapping[int, Speeds]
+    """By their size; none where only links were measured."""
+    lines: tuple[LinkLine, ...] = ()
+    """What `bench comm` measured."""
+
+    @property
+    def links(self) -> tuple[LinkLine, ...]:
+        """Lines of the backend over which such chips train."""
+        return tuple(line for line in self.lines if line.backend == ("gloo" if self.chip == "cpu" else "nccl"))
 
     def of(self, ranks: int, cores: int) -> Speeds:
         """For that many ranks on so many cores: those of the next larger crowd; of the largest, if there is none.
@@ -120,6 +130,14 @@ def write_calibration(calibration: Calibration) -> Path:
     return path
 
 
+def write_lines(chip: str, lines: Sequence[LinkLine]) -> tuple[Path, str]:
+    """Add lines to what is kept of this machine's chips of that kind; gives where, and what was lost of a bad file."""
+    before, ignored = read_calibration(chip)
+    if before is None:
+        before = Calibration(socket.gethostname(), chip, lines[0].torch, lines[0].when, {})
+    return write_calibration(replace(before, lines=with_newer(before.lines, lines))), ignored
+
+
 def read_calibration(chip: str = "cpu") -> tuple[Calibration | None, str]:
     """What was measured here on that chip, or None; and, where a file was passed over, why."""
     path = calibration_file(chip)
@@ -137,9 +155,11 @@ def read_calibration(chip: str = "cpu") -> tuple[Calibration | None, str]:
         if table["chip"] != chip:
             return None, f"{path} is of chip {table['chip']}, not {chip}, {again}"
         crowds = {int(size): _speeds(values) for size, values in table["crowds"].items()}
-        if not crowds:
+        # Files from before lines were kept have none.
+        lines = read_lines(table.get("lines", ()))
+        if not crowds and not lines:
             raise ValueError("it has no measurements")
-        return Calibration(table["host"], chip, str(table["torch"]), str(table["when"]), crowds), ""
+        return Calibration(table["host"], chip, str(table["torch"]), str(table["when"]), crowds, lines), ""
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return None, f"{path} is damaged ({type(error).__name__}: {error}) {again}"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.cluster.calibration import Calibration, Speeds, read_calibration
 from meshwright.cluster.chips import Chip, check_positive, chips, find_chip, make_chip
+from meshwright.cluster.link_lines import LinkLine
 from meshwright.errors import UserError, nearest
 
 HERE = "here"
@@ -48,6 +49,8 @@ class Cluster:
     """What was measured on such a chip, where something was."""
     measured: str = ""
     """Where and when that was; or why what is on file is not used."""
+    lines: tuple[LinkLine, ...] = ()
+    """What `bench comm` measured of the links of such machines."""
     groups: tuple[Cluster, ...] = ()
     """Where there are several kinds: each of them, in the order in which ranks are placed. The rest is then what all
     of them have: see `groups.together`."""
@@ -237,31 +240,35 @@ def cpu_ranks(ranks: int) -> Cluster:
     chip = replace(chips()["cpu"], memory_mib=gib * 1024 / ranks, host_gib=gib / ranks)
     share = min(1.0, cores / ranks)
     calibration, ignored = read_calibration(chip.key)
-    if calibration is None:
+    lines = calibration.links if calibration is not None else ()
+    if calibration is None or not calibration.crowds:
         chip = replace(
             chip,
             tflops={dtype: peak * share for dtype, peak in chip.tflops.items()},
             memory_bandwidth=chip.memory_bandwidth * share,
             link=chip.link * share,
         )
-        return of_chip(chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, measured=ignored)
+        return of_chip(chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, measured=ignored, lines=lines)
     speeds = calibration.of(ranks, cores)
     tflops = {dtype: max(row[-1] for row in rows) / 1e12 for dtype, rows in speeds.products.items()}
     chip = replace(chip, tflops=tflops, memory_bandwidth=speeds.memory / 1e9)
     return of_chip(
-        chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, speeds=speeds, measured=str(calibration)
-    )
+        chip, ranks, node=ranks, domain=ranks, note=CORES, share=share, speeds=speeds, measured=str(calibration),
+        lines=lines,
+    )  # fmt: skip
 
 
 def with_calibration(cluster: Cluster) -> Cluster:
     """The same, with what was measured on this machine's chips if they are of that kind."""
     if cluster.groups:
         return _together([with_calibration(group) for group in cluster.groups], cluster.note)
-    if cluster.chip.key == "cpu":
-        return cluster
     calibration, ignored = read_calibration(cluster.chip.key)
     if calibration is None:
         return replace(cluster, measured=ignored)
+    cluster = replace(cluster, lines=calibration.links)
+    # How fast ranks on cores are is a matter of how many share them: `cpu_ranks` knows.
+    if cluster.chip.key == "cpu" or not calibration.crowds:
+        return cluster
     return replace(cluster, speeds=_of_one(calibration, cluster), measured=str(calibration))
 
 

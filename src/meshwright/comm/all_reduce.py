@@ -7,7 +7,8 @@ another order in their last bits. All ranks get the same bits, since each sum is
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,19 @@ from torch import Tensor
 
 from meshwright.comm.algorithms import ALGORITHMS, Nodes
 from meshwright.comm.rounds import Round
-from meshwright.comm.transfers import together
+from meshwright.comm.transfers import carry
 
 
 def all_reduce(
     tensor: Tensor, algorithm: str = "ring", group: dist.ProcessGroup | None = None, nodes: Nodes = ()
-) -> int:
-    """Put the sum over the ranks of a group in the place of each one's tensor; gives the bytes that this rank sent."""
+) -> dict[int, int]:
+    """Put the sum over the ranks of a group in the place of each one's tensor; gives the bytes sent, by receiver."""
     group = group or dist.group.WORLD
     assert group is not None
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
     rounds = ALGORITHMS[algorithm](group.rank(), group.size(), flat.numel(), nodes)
-    sent = run_rounds(flat, rounds, group)
+    near = next((node for node in nodes if group.rank() in node), range(group.size()))
+    sent = run_rounds(flat, rounds, group, far={*range(group.size())} - {*near})
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
     return sent
@@ -43,25 +45,31 @@ def machines_of(group: dist.ProcessGroup) -> Nodes:
     return [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
 
 
-def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> int:
-    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent."""
-    sent = 0
+def run_rounds(
+    flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup, far: Collection[int] = ()
+) -> dict[int, int]:
+    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent, by receiver.
+
+    `far` are the ranks of other machines.
+    """
+    sent: dict[int, int] = defaultdict(int)
     room: dict[int, Tensor] = {}
     for one in rounds:
         arrivals = []
         for place, taken in enumerate(one.receives):
             target = flat[taken.span.start : taken.span.stop]
             arrivals.append(_room(room, place, target) if taken.adds else target)
-        message = together(
+        carry(
             [(flat[given.span.start : given.span.stop], given.to) for given in one.sends],
             [(arrival, taken.origin) for arrival, taken in zip(arrivals, one.receives, strict=True)],
             group,
+            far,
         )
-        message.wait()
         for arrival, taken in zip(arrivals, one.receives, strict=True):
             if taken.adds:
                 flat[taken.span.start : taken.span.stop].add_(arrival)
-        sent += sum(given.span.length for given in one.sends) * flat.element_size()
+        for given in one.sends:
+            sent[given.to] += given.span.length * flat.element_size()
     return sent
 
 

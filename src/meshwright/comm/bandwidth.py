@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_TURNS, _NEAR = 30, 1e-3
+"""How often a line is drawn anew, and what counts as on it."""
+
 
 def bus_factor(operation: str, ranks: int) -> float:
     """What a link carries of the bytes of a collective over so many ranks."""
@@ -33,15 +36,29 @@ class Line(NamedTuple):
 
 
 def fit(points: Sequence[tuple[float, float]]) -> Line | None:
-    """The line nearest to points of (bytes over the link, seconds), each off by a share of itself; None without two."""
+    """The line nearest to points of (bytes over the link, seconds), each off by a share of itself; None without two.
+
+    Of absolute shares, not of their squares: a size during which the machine did something else counts as one.
+    """
     if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         return None
-    # Least squares of (latency + slope * size) / seconds = 1.
-    rows = [(1 / seconds, size / seconds) for size, seconds in points]
-    aa, ab, bb = (sum(x * y for x, y in zip(one, other, strict=True)) for one, other in _pairs(rows))
-    a, b = (sum(column) for column in zip(*rows, strict=True))
+    weights = [1.0] * len(points)
+    for _ in range(_TURNS):
+        found = _weighted(points, weights)
+        # Squares over what they were the last time are absolute values in the end.
+        weights = [1 / max(abs(found.seconds(size) / seconds - 1), _NEAR) for size, seconds in points]
+    return found
+
+
+def _weighted(points: Sequence[tuple[float, float]], weights: Sequence[float]) -> Line:
+    """Least squares of (latency + slope * size) / seconds = 1."""
+    rows = [(1 / seconds, size / seconds, weight) for (size, seconds), weight in zip(points, weights, strict=True)]
+    aa, ab, bb = (sum(w * x * y for x, y, w in of) for of in _products(rows))
+    a, b = (sum(row[column] * row[2] for row in rows) for column in (0, 1))
     determinant = aa * bb - ab * ab
-    latency, slope = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
+    # One point may outweigh all others.
+    single = determinant <= 1e-15 * aa * bb
+    latency, slope = (0.0, b / bb) if single else ((a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant)
     # Noise can turn either around; then the other explains all.
     if latency < 0:
         latency, slope = 0.0, b / bb
@@ -50,6 +67,9 @@ def fit(points: Sequence[tuple[float, float]]) -> Line | None:
     return Line(latency, 1 / slope)
 
 
-def _pairs(rows: Sequence[tuple[float, float]]) -> tuple[tuple[list[float], list[float]], ...]:
-    first, second = [row[0] for row in rows], [row[1] for row in rows]
-    return (first, first), (first, second), (second, second)
+def _products(rows: Sequence[tuple[float, float, float]]) -> tuple[list[tuple[float, float, float]], ...]:
+    return (
+        [(x, x, w) for x, _, w in rows],
+        [(x, y, w) for x, y, w in rows],
+        [(y, y, w) for _, y, w in rows],
+    )

@@ -22,30 +22,32 @@ class Traffic:
 
     of_rank: int
     """Over the busiest link of a rank."""
-    sent: int
-    """By the rank that sends most."""
     of_node: int
     """Over the busiest link between a node and the others; 0 where there is one node."""
 
 
 def traffic(algorithm: str, ranks: int, count: int, element: int, nodes: Nodes = ()) -> Traffic:
     """What an all-reduce of so many elements of so many bytes sends."""
-    home = {rank: index for index, node in enumerate(nodes) for rank in node}
-    out: dict[tuple[str, int], int] = defaultdict(int)
+    sent: dict[tuple[int, int], int] = defaultdict(int)
     for rank in range(ranks):
         for one in ALGORITHMS[algorithm](rank, ranks, count, nodes):
             for message in one.sends:
-                out["out", rank] += message.span.length * element
-                out["in", message.to] += message.span.length * element
-                if home.get(rank) != home.get(message.to):
-                    out["leaves", home[rank]] += message.span.length * element
-                    out["enters", home[message.to]] += message.span.length * element
-    busiest = {kind: max((size for (one, _), size in out.items() if one == kind), default=0) for kind, _ in out}
-    return Traffic(
-        of_rank=max(busiest.get("out", 0), busiest.get("in", 0)),
-        sent=busiest.get("out", 0),
-        of_node=max(busiest.get("leaves", 0), busiest.get("enters", 0)),
-    )
+                sent[rank, message.to] += message.span.length * element
+    return busiest(sent, nodes)
+
+
+def busiest(sent: Mapping[tuple[int, int], int], nodes: Nodes = ()) -> Traffic:
+    """The links that carry most, from what ranks send to each other: bytes by sender and receiver."""
+    home = {rank: index for index, node in enumerate(nodes) for rank in node}
+    of_ranks: dict[tuple[str, int], int] = defaultdict(int)
+    of_nodes: dict[tuple[str, int], int] = defaultdict(int)
+    for (origin, to), size in sent.items():
+        of_ranks["out", origin] += size
+        of_ranks["in", to] += size
+        if home.get(origin) != home.get(to):
+            of_nodes["out", home[origin]] += size
+            of_nodes["in", home[to]] += size
+    return Traffic(max(of_ranks.values(), default=0), max(of_nodes.values(), default=0))
 
 
 @dataclass

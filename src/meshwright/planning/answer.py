@@ -20,6 +20,7 @@ from meshwright.planning.families import family_of
 from meshwright.planning.given import estimate_given
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.measured import Measured, operations_of
+from meshwright.planning.measured_links import MeasuredLinks
 from meshwright.planning.narrow import narrower
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
@@ -131,13 +132,15 @@ class Plan:
 def origin(question: Question) -> str:
     """Whether the numbers are measured, calibrated or estimated."""
     cluster = question.cluster
-    if isinstance(operations_of(question.scenario(Layout(), 1), question.known), Measured):
+    operations = operations_of(question.scenario(Layout(), 1), question.known)
+    lines = str(operations.links) if isinstance(operations.links, MeasuredLinks) else ""
+    if isinstance(operations, Measured):
         if cluster.chip.key == "cpu":
             return f"times {cluster.measured}; memory estimated"
         links = "links too" if cluster.speeds is not None and cluster.speeds.collectives else "links estimated"
-        return f"times of computing {cluster.measured}; {links}, memory estimated"
+        return f"times of computing {cluster.measured}; {lines or links}, memory estimated"
     ignored = f"; {cluster.measured}" if cluster.measured and cluster.speeds is None else ""
-    return _estimated(question) + ignored
+    return _estimated(question) + (f"; {lines}" if lines else "") + ignored
 
 
 def _estimated(question: Question) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from meshwright.cluster.calibration import CROWDS, Calibration, Speeds, between, write_calibration
+from meshwright.cluster.calibration import CROWDS, Calibration, Speeds, between, read_calibration, write_calibration
 from meshwright.cluster.cluster import chip_named, cores_here
 from meshwright.errors import UserError
 from meshwright.models.spec import Experts, ModelSpec
@@ -64,7 +64,9 @@ def calibrate(
     use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     chip, speeds = _gpus(say) if use_gpu else ("cpu", _cores(say, crowds, on_cpu))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Calibration(socket.gethostname(), chip, torch.__version__, when, speeds)
+    kept, _ = read_calibration(chip)
+    lines = kept.lines if kept is not None else ()
+    found = Calibration(socket.gethostname(), chip, torch.__version__, when, speeds, lines)
     say(f"took {time.perf_counter() - started:.0f} s")
     return found, write_calibration(found)
 

@@ -7,6 +7,7 @@ from math import ceil
 
 from meshwright.planning.blocks import Product, Work
 from meshwright.planning.links import Links
+from meshwright.planning.measured_links import links_of
 from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import Constants
 
@@ -57,7 +58,7 @@ class Operations:
         self.memory = self.bandwidth * speed.memory
         self.units = chip.units
         self.host = speed.host
-        self.links: Links = Links(scenario.cluster, constants.common)
+        self.links: Links = links_of(scenario.cluster, constants.common)
         self.element = scenario.element
         self.flash_attention = scenario.flash_attention
 
