@@ -222,7 +222,7 @@ class ParallelSection(_Section):
 class CommSection(_Section):
     allreduce: Literal["backend", "ring", "tree", "halving-doubling", "hierarchical", "ps"] = free("backend")
     """How gradients are summed over data-parallel ranks at zero=0 and 1 without tp, pp and ep: by the backend, or by an
-    algorithm of our own over messages from rank to rank, for study (docs/bench.md)."""
+    algorithm of our own over messages from rank to rank, for study (docs/communication.md)."""
     bucket_mb: Annotated[float, Field(gt=0)] | Literal["auto"] | None = free(None)
     """MiB of gradients that travel together, while the backward pass goes on: buckets of that size where each rank sums
     them whole, and as many layers as hold so much with zero=2, tp, pp or ep. None is 25, and single layers there; auto

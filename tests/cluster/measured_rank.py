@@ -87,7 +87,8 @@ def overlap(world: World, bucket_mb: float) -> dict[str, float]:
     """Seconds of the passes alone, of the sums alone, and of a step with both."""
     config = load_config(None, [f"comm.bucket_mb={bucket_mb}", f"data.sequence_length={TOKENS}"])
     step = TrainingStep(config, SPEC, Strategy.parse(f"dp={world.size}", world.size), world)
-    parallel, tokens = step.parallel, torch.randint(SPEC.vocab_size, (SAMPLES, TOKENS))
+    # So many that a backward pass takes about as long as the sums.
+    parallel, tokens = step.parallel, torch.randint(SPEC.vocab_size, (8 * SAMPLES, TOKENS))
     sizes = [part.numel() for part in parallel.parameters()]
     buckets = [torch.zeros(int(bucket_mb * 2**18)) for _ in range(round(sum(sizes) / (bucket_mb * 2**18)))]
 

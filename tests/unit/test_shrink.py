@@ -164,3 +164,9 @@ def test_layers_of_a_large_model_stay_units_of_their_own() -> None:
     found = shrink(asked_strategy("dp=2 zero=3")[0], preset("llama3.1-8b"))
     assert found.strategy.wrap == "block"
     assert "wrap=auto is proved as wrap=block" in found.notes
+
+
+def test_what_is_not_meant_to_be_equal_is_left_out_and_named() -> None:
+    strategy, notes = asked_strategy("dp=2 compress=topk:0.01")
+    assert str(strategy) == "dp=2"
+    assert any("compress=topk:0.01 is left out" in note for note in notes)

@@ -37,7 +37,15 @@ class Small:
 
 
 def asked_strategy(text: str) -> tuple[Strategy, tuple[str, ...]]:
-    """The strategy of a short form with as few processes as show what it does, and what was filled in."""
+    """The strategy of a short form with as few processes as show what it does, and what was filled in or left out."""
+    strategy, notes = _filled_in(text)
+    if strategy.compress != "none":
+        notes += (f"compress={strategy.compress} is left out: it computes something near on purpose",)
+        strategy = replace(strategy, compress="none")
+    return strategy, notes
+
+
+def _filled_in(text: str) -> tuple[Strategy, tuple[str, ...]]:
     world = Strategy.processes(text)
     if world:
         return Strategy.parse(text, world), ()

@@ -1,0 +1,117 @@
+"""Compression as data: what it sends, what it refuses, how buckets are sized; and finding the largest numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.comm.bandwidth import Line
+from meshwright.comm.bucket_size import LEAST, best_bucket
+from meshwright.comm.compression import Compression, ring
+from meshwright.comm.compressors import KINDS, largest
+from meshwright.config import load_config
+from meshwright.errors import ConfigError
+from meshwright.strategy import COMPRESS, Strategy
+from meshwright.training.travel import travel_of
+
+MATRIX = ((4096, 4096),)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "powersgd:4", "topk:0.01"])
+def test_a_strategy_is_written_as_it_is_read(kind: str) -> None:
+    strategy = Strategy.parse(f"compress={kind}", 4)
+    assert str(strategy) == f"dp=4 compress={kind}"
+    assert Strategy.parse(str(strategy), 4) == strategy
+
+
+def test_every_kind_that_can_be_written_can_be_run() -> None:
+    assert {word.partition(":")[0] for word in COMPRESS} == {"none", *KINDS}
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "said"),
+    [
+        ("dp=2 compress=topk:0.01 zero=1", 2, "with zero=1"),
+        ("dp=2 compress=int8 zero=3", 2, "with zero=3"),
+        ("dp=1 tp=2 compress=int8", 2, "with tp=2"),
+        ("dp=1 pp=2 compress=bf16", 2, "with pp=2"),
+        ("dp=1 cp=2 compress=fp16", 2, "with cp=2"),
+        ("dp=2 ep=2 compress=powersgd:2", 2, "with ep=2"),
+        ("dp=2 compress=topk", 2, "is not one of"),
+        ("dp=2 compress=topk:2", 2, "is not one of"),
+        ("dp=2 compress=powersgd:0", 2, "is not one of"),
+        ("dp=2 compress=gzip", 2, "is not one of"),
+    ],
+)
+def test_what_cannot_be_compressed_is_refused_with_the_reason(text: str, ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Strategy.parse(text, ranks)
+
+
+@pytest.mark.parametrize("kind", ["powersgd:2", "topk:0.1"])
+def test_what_is_remembered_does_not_go_with_a_scale_that_changes(kind: str) -> None:
+    strategy = Strategy.parse(f"dp=2 compress={kind}", 2)
+    with pytest.raises(ConfigError, match="may be of another scale"):
+        travel_of(load_config(None, ["train.precision=fp16"]), strategy)
+    travel_of(load_config(None, ["train.precision=bf16"]), strategy)
+
+
+def test_known_sizes() -> None:
+    # By hand: 64 MiB of gradients; a rank of two sends all of them once in a ring, of four 3/2 of them.
+    assert ring(1 << 24, 2, 4) == 64 << 20
+    assert ring(1 << 24, 4, 4) == 96 << 20
+    shares = {
+        kind: [round(Compression.parse(kind).sent(MATRIX, ranks) / ring(1 << 24, ranks, 4), 4) for ranks in (2, 4)]
+        for kind in ("fp16", "int8", "powersgd:4", "topk:0.01")
+    }
+    assert shares["fp16"] == [0.5, 0.5]
+    assert shares["int8"] == [0.2539, 0.2539]
+    assert shares["powersgd:4"] == [0.002, 0.002]
+    assert shares["topk:0.01"] == [0.02, 0.04]
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert all(Compression.parse(kind).sent(MATRIX, 1) == 0 for kind in ("none", "int8", "topk:0.01", "powersgd:4"))
+
+
+def test_vectors_and_small_matrices_go_whole() -> None:
+    how = Compression.parse("powersgd:8")
+    assert how.factored((4096,)) is None
+    assert how.factored((4096, 8)) is None
+    assert how.factored((20, 20)) is None
+    assert how.factored((64, 8, 8)) == (64, 64)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.integers(1, 40_000),
+    st.floats(0.0005, 0.9),
+    st.integers(0, 1 << 30),
+    st.sampled_from(["normal", "ties", "zeros"]),
+)
+def test_the_largest_are_the_largest(count: int, share: float, seed: int, kind: str) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    row = torch.randn(count, generator=draw) ** 3
+    row = row.round() if kind == "ties" else torch.zeros(count) if kind == "zeros" else row
+    wanted = max(1, int(count * share))
+    places = largest(row, wanted)
+    assert len(places) == len(set(places.tolist())) == wanted
+    found, expected = row[places].abs().sort().values, row.abs().topk(wanted, sorted=True).values.flip(0)
+    assert torch.equal(found, expected)
+
+
+def test_what_is_no_number_is_among_the_largest() -> None:
+    row = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
+    row[[7, 70_000]] = torch.tensor([torch.nan, -torch.inf])
+    assert {7, 70_000} <= set(largest(row, 500).tolist())
+
+
+def test_buckets_follow_from_latency_and_bandwidth() -> None:
+    slow, fast = Line(2e-3, 25e6), Line(30e-6, 100e9)
+    assert best_bucket(40 << 20, slow) == pytest.approx((2e-3 * 25e6 * (40 << 20)) ** 0.5)
+    assert best_bucket(4 << 30, fast) > 100 << 20
+    assert best_bucket(40 << 20, Line(1e-9, 1e6)) == LEAST
+    assert best_bucket(100, slow) == 100
+    assert best_bucket(40 << 20, Line(1e-3, float("inf"))) == 40 << 20
