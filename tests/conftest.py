@@ -23,6 +23,9 @@ from tqdm import tqdm
 
 from meshwright.data.prepare import prepare
 
+# `--workers`.
+pytest_plugins = ["tests.workers"]
+
 # The thread that watches transformers' bars would keep later tests from forking ranks.
 tqdm.monitor_interval = 0
 
