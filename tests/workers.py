@@ -109,7 +109,10 @@ class SideBySide:
                         worker.told.append((kind, content))
         finally:
             for worker in workers.values():
+                # A test may take the signal for its own; whoever finds nobody to report to ends as well.
+                worker.pipe.close()
                 os.kill(worker.pid, signal.SIGINT)
+            for worker in workers.values():
                 os.waitpid(worker.pid, 0)
         if waiting and not session.shouldfail and not session.shouldstop:
             raise session.Interrupted("no process is left to run the other tests")
