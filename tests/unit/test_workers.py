@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -91,7 +92,13 @@ def test_interrupted_it_leaves_no_process_even_where_a_test_takes_the_signal(tmp
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == pytest.ExitCode.INTERRUPTED
-    assert not any(worker.is_running() for worker in workers)
+    try:
+        process.communicate(timeout=60)
+        assert process.returncode == pytest.ExitCode.INTERRUPTED
+        assert not any(worker.is_running() for worker in workers)
+    finally:
+        process.kill()
+        for worker in workers:
+            with suppress(psutil.NoSuchProcess):
+                worker.kill()
     assert len(ran(tmp_path)) < 30
