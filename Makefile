@@ -53,10 +53,10 @@ demo: $(VENV)/.setup
 	$(BIN)/meshwright train --preset demo --nproc 2 --fresh
 
 test: $(VENV)/.dev system
-	$(BIN)/pytest
+	$(BIN)/pytest --workers 2
 
 test-fast: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow and not slow_chaos"
+	$(BIN)/pytest --workers 2 -m "not slow and not slow_chaos"
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest tests/gpu

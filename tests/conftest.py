@@ -11,7 +11,10 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if not any("tests/gpu" in argument for argument in sys.argv):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Hundreds of commands are run: that each compiles the same modules anew is no part of any test.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+import gc
 import random
 import subprocess
 import tempfile
@@ -23,6 +26,9 @@ from tqdm import tqdm
 
 from meshwright.data.prepare import prepare
 
+# `--workers`.
+pytest_plugins = ["tests.workers"]
+
 # The thread that watches transformers' bars would keep later tests from forking ranks.
 tqdm.monitor_interval = 0
 
@@ -32,6 +38,12 @@ os.environ["XDG_CACHE_HOME"] = _cache.name
 # Commands are run in folders of their own.
 if "PYTHONPATH" in os.environ:
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, os.environ["PYTHONPATH"].split(os.pathsep)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: neither this process nor ranks forked from it look through it for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

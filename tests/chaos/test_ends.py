@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from meshwright.errors import ExitCode
 from meshwright.lock import Fence, read_holder, take_lock
 from tests.chaos.runs import assert_same_run, checkpoints, events, print_cost, report, start
@@ -48,6 +50,7 @@ def test_mistake_of_the_user_found_by_a_rank_is_not_tried_again(settings: list[s
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.alone
 def test_second_training_in_a_folder_is_refused_with_the_name_of_the_first(settings: list[str], tmp_path: Path) -> None:
     training = start(tmp_path, settings, "train.steps=100000")
     training.wait_for_step(2)

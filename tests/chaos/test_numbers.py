@@ -155,6 +155,24 @@ def test_a_crash_right_after_going_back_does_not_forget_what_was_left_out(settin
     assert_same_run(training.folder, tmp_path / "whole")
 
 
+def test_a_ledger_that_a_crash_kept_from_its_line_of_a_rollback_gets_it_at_the_next_start(
+    settings: list[str], tmp_path: Path
+) -> None:
+    run(tmp_path, settings, "train.steps=18", fault=BAD)
+    ledger = tmp_path / "run/ledger.jsonl"
+    before = account(ledger)
+    assert before.exact, before.problems
+    assert before.skipped_windows
+    kept = [line for line in ledger.read_text().splitlines(keepends=True) if "rollback" not in line]
+    ledger.write_text("".join(kept))
+    assert not account(ledger).exact
+    run(tmp_path, settings)
+    found = account(ledger)
+    assert found.exact, found.problems
+    assert found.skipped_windows == before.skipped_windows
+    assert ledger.read_text().count("rollback") == 1
+
+
 @pytest.mark.slow_chaos
 def test_everything_since_the_checkpoint_can_be_left_out(settings: list[str], tmp_path: Path) -> None:
     run(tmp_path, settings, "elastic.skip_window=checkpoint", "elastic.bad_steps=1", fault=BAD.split(";")[1])

@@ -20,6 +20,8 @@ import pytest
 from tests.chaos.runs import environment_of, events, metrics, ranks_below
 from tests.conftest import CommandLine
 
+pytestmark = pytest.mark.alone
+
 STEPS = 48
 SETTINGS = [
     "model.preset=tiny",

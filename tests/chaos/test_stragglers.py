@@ -14,6 +14,8 @@ from meshwright.observe.trace_file import read_spans, write_trace
 from tests.chaos.runs import Training, events, metrics, start
 from tests.unit.test_trace import check_trace
 
+pytestmark = pytest.mark.alone
+
 SETTINGS = ("train.steps=24", "checkpoint.every=0", "observe.straggler_every=6", "observe.profile_every=2")
 SLEEP = 0.12
 """Several times what a step takes, so that what else the machine does is little beside it."""

@@ -211,6 +211,7 @@ with open(sys.argv[1], "w") as file:
 """A training in one process, which ends as any Python program; writes how long its steps took, hooks included."""
 
 
+@pytest.mark.alone
 def test_services_that_stop_answering_slow_no_step_and_are_left_behind(tiny_run: list[str], tmp_path: Path) -> None:
     settings = [setting for setting in tiny_run if not setting.startswith("train.steps")]
     settings += ["train.steps=500", "observe.tensorboard=false", "checkpoint.every=0"]

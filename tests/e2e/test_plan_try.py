@@ -85,6 +85,7 @@ def wrong_calibration() -> Calibration:
     return Calibration("elsewhere", "cpu", "2.13.0", "2026-01-01T00:00:00+00:00", {2: few})
 
 
+@pytest.mark.alone
 def test_the_measured_best_is_chosen_where_the_prediction_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

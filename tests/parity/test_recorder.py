@@ -25,6 +25,8 @@ from meshwright.trainer import Trainer
 from meshwright.verify.collectives import by_ranks
 from meshwright.verify.pool import RankPool
 
+pytestmark = pytest.mark.alone
+
 STEPS, SLOW_STEP, SLOW_S = 12, 8, 1.0
 PROFILED = (5, 9)
 SETTINGS = [

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.config import load_config
+from meshwright.torch_support import imported_for_good
 from meshwright.training.garbage import CollectGarbage
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
@@ -28,6 +29,14 @@ class Seen(Hook):
         self.frozen.append(gc.get_freeze_count())
         if trainer.step == self.fails_at:
             raise ZeroDivisionError("planted")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a user's own program; the tests froze what they imported."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture
@@ -81,6 +90,21 @@ def test_python_collects_again_after_an_error(tmp_path: Path, tiny_run: list[str
         training.train()
     assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
+
+
+def test_imports_for_good_are_not_looked_through(collections: list[str]) -> None:
+    made = []
+    with imported_for_good():
+        collections.clear()
+        made += [[[]] for _ in range(10_000)]
+        assert not gc.isenabled()
+    assert collections == []
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > len(made)
+    gc.disable()
+    with imported_for_good():
+        pass
+    assert not gc.isenabled(), "as it was"
 
 
 @pytest.mark.usefixtures("collections")

@@ -54,6 +54,7 @@ def test_nothing_heavy_is_imported(code: str) -> None:
     assert heavy_modules_after(code) == ""
 
 
+@pytest.mark.alone
 def test_help_answers_in_under_half_a_second() -> None:
     seconds = []
     for _ in range(5):

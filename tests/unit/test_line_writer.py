@@ -32,6 +32,7 @@ def test_a_line_that_a_crash_cut_short_does_not_spoil_the_next_one(tmp_path: Pat
     assert path.read_bytes() == b"whole\nhal\nnew\n"
 
 
+@pytest.mark.alone
 def test_a_full_disk_is_told_once_and_costs_the_caller_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     writer = LineWriter(allowed)
     for _ in range(3):

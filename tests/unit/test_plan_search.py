@@ -252,6 +252,7 @@ def test_constraints_that_leave_nothing_are_told() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "batch", "seconds"), [(64, 512, 1.0), (4096, 4096, 2.0)])
+@pytest.mark.alone
 def test_a_search_takes_no_longer_than_that(gpus: int, batch: int, seconds: float) -> None:
     question = Question(preset("llama3.1-70b"), parse_cluster(f"{gpus}xh100"), 8192, batch)
     taken = []

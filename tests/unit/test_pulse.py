@@ -74,6 +74,7 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.alone
 def test_seconds_of_phases_add_up_to_the_time_that_passed() -> None:
     """Also when nobody watches from outside."""
     pulse = Pulse()

@@ -115,6 +115,7 @@ def _other_values(line: bytes, draws: random.Random) -> bytes:
     return json.dumps(found).encode() + b"\n"
 
 
+@pytest.mark.alone
 def test_a_long_run_is_looked_at_in_little_time(tmp_path: Path) -> None:
     watched = Watched(make_run(tmp_path / "run", world=2, steps=50_000))
     watched.look()

@@ -292,6 +292,7 @@ def test_one_more_step_is_a_small_message(tmp_path: Path) -> None:
     assert len(message) < 5000 < len(to_text(old)) / 10
 
 
+@pytest.mark.alone
 def test_a_long_run_is_read_quickly_and_again_at_no_price(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "dp=2", world=2, steps=10, end=None)
     lines = "".join(

@@ -229,6 +229,7 @@ def test_watchdog_ends_with_who_started_it(how: str, tmp_path: Path) -> None:
     assert not alive
 
 
+@pytest.mark.alone
 def test_watchdog_starts_fast(tmp_path: Path) -> None:
     seconds = []
     for _ in range(5):

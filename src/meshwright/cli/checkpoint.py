@@ -128,12 +128,13 @@ def _describe_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from meshwright.torch_support import require_torch
+    from meshwright.torch_support import imported_for_good, require_torch
 
     require_torch()
-    from meshwright.checkpoint.compare import differences
-    from meshwright.checkpoint.find import latest_checkpoint
-    from meshwright.checkpoint.format import read_manifest
+    with imported_for_good():
+        from meshwright.checkpoint.compare import differences
+        from meshwright.checkpoint.find import latest_checkpoint
+        from meshwright.checkpoint.format import read_manifest
 
     one, other = latest_checkpoint(args.one), latest_checkpoint(args.other)
     first, second = read_manifest(one), read_manifest(other)
@@ -163,13 +164,14 @@ def _describe_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from meshwright.torch_support import require_torch
+    from meshwright.torch_support import imported_for_good, require_torch
 
     require_torch()
-    import torch
+    with imported_for_good():
+        import torch
 
-    from meshwright.checkpoint.load_model import load_model, tokenizer_folder_of
-    from meshwright.models.hf import save_hf
+        from meshwright.checkpoint.load_model import load_model, tokenizer_folder_of
+        from meshwright.models.hf import save_hf
 
     model = load_model(args.where, dtype=getattr(torch, args.dtype) if args.dtype else None)
     tokenizer = tokenizer_folder_of(args.where)
@@ -190,10 +192,11 @@ def _describe_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from meshwright.torch_support import require_torch
+    from meshwright.torch_support import imported_for_good, require_torch
 
     require_torch()
-    from meshwright.checkpoint.convert import import_hf
+    with imported_for_good():
+        from meshwright.checkpoint.convert import import_hf
 
     print(f"{import_hf(args.hf, args.out)}: written and verified")
     return 0

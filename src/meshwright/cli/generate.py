@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from meshwright.errors import UserError
-from meshwright.torch_support import require_torch
+from meshwright.torch_support import imported_for_good, require_torch
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -31,9 +31,10 @@ def run(args: argparse.Namespace) -> int:
         if wrong:
             raise UserError(rule)
     require_torch()
-    from meshwright.checkpoint.load_model import load_model, load_tokenizer_of
-    from meshwright.models.generate import continue_text
-    from meshwright.parallel.world import pick_device
+    with imported_for_good():
+        from meshwright.checkpoint.load_model import load_model, load_tokenizer_of
+        from meshwright.models.generate import continue_text
+        from meshwright.parallel.world import pick_device
 
     model = load_model(args.run, device=pick_device(args.device, 0))
     tokenizer = load_tokenizer_of(args.run)

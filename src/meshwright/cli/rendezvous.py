@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from meshwright.torch_support import require_torch
+from meshwright.torch_support import imported_for_good, require_torch
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over or a signal comes; 0."""
     require_torch()
-    from meshwright.elastic.rendezvous import END, LINGER_S, Endpoint, listen, serve
+    with imported_for_good():
+        from meshwright.elastic.rendezvous import END, LINGER_S, Endpoint, listen, serve
 
     run_id = args.run_id or os.urandom(6).hex()
     listener = listen(Endpoint.parse(args.listen, "--listen"))

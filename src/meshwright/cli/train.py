@@ -17,7 +17,7 @@ from meshwright.config_load import resolve_config, run_presets
 from meshwright.errors import ConfigError, UserError
 from meshwright.secrets import guarded_output
 from meshwright.strategy import AUTO, Strategy
-from meshwright.torch_support import require_torch
+from meshwright.torch_support import imported_for_good, require_torch
 from meshwright.training.job import batch_schedule, make_job
 from meshwright.training.planned import asks_planner, plan_run
 from meshwright.training.run_folder import RunFolder
@@ -93,9 +93,10 @@ def _train(args: argparse.Namespace, config: RunConfig) -> int:
         # Before the seconds that torch takes to import: mistakes are told at once.
         planned = plan_run(config, nproc)
         make_job(planned.config, nproc)
-    from meshwright.elastic.failure import RankError
-    from meshwright.trainer import train
-    from meshwright.training.hooks import STOP_SIGNALS
+    with imported_for_good():
+        from meshwright.elastic.failure import RankError
+        from meshwright.trainer import train
+        from meshwright.training.hooks import STOP_SIGNALS
 
     began = time.time()
     try:

@@ -19,7 +19,7 @@ from meshwright.errors import UserError, nearest
 from meshwright.models.hf_config import read_spec
 from meshwright.models.presets import find_preset, presets
 from meshwright.models.spec import ModelSpec
-from meshwright.torch_support import require_torch
+from meshwright.torch_support import imported_for_good, require_torch
 from meshwright.verify.shrink import Small, asked_strategy, shrink
 
 if TYPE_CHECKING:
@@ -77,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     require_torch()
     # Read when numpy and torch are imported: ranks are forked, and threads do not survive that.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    from meshwright.launch.local import RankError
-    from meshwright.verify.proof import prove
+    with imported_for_good():
+        from meshwright.launch.local import RankError
+        from meshwright.verify.proof import prove
 
     try:
         with _progress() as tell:

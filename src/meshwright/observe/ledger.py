@@ -42,6 +42,11 @@ class Ledger(Hook):
     def at_start(self, trainer: TrainingLoop) -> None:
         self.data_ranks = trainer.world.gather(torch.tensor([trainer.one_step.data_rank])).flatten().tolist()
         self._open(trainer)
+        if self.file is not None:
+            # A crash may have come between a rollback and its line.
+            known = [window for kept in _rollbacks(trainer.job.folder.ledger) for window in kept["skipped"]]
+            if missing := [window for window in trainer.rollbacks.windows if window not in known]:
+                self._write(trainer, {"rollback": {"skipped": missing}})
 
     def _open(self, trainer: TrainingLoop) -> None:
         if trainer.world.is_first:
@@ -123,6 +128,12 @@ def _read(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def _rollbacks(path: Path) -> list[dict[str, Any]]:
+    """What the ledger says of rollbacks."""
+    entries = map(_read, path.read_text().splitlines())
+    return [entry["rollback"] for entry in entries if entry is not None and "rollback" in entry]
 
 
 @dataclass
