@@ -19,6 +19,8 @@ from meshwright.planning.measured_links import links_of
 from meshwright.planning.software import constants
 from tests.hosts import Hosts
 
+pytestmark = pytest.mark.alone
+
 MBIT = 100
 WITHIN = 0.15
 QUICK = ("--warm-up", "1", "--iters", "6")

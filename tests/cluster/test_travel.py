@@ -15,6 +15,8 @@ from meshwright.planning.answer import plan
 from tests.cluster.measured_rank import SAMPLES, SPEC, TOKENS
 from tests.hosts import Hosts
 
+pytestmark = pytest.mark.alone
+
 KINDS = ("none", "fp16", "bf16", "int8", "powersgd:4", "topk:0.01")
 
 
