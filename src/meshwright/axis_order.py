@@ -67,7 +67,8 @@ def orders(strategy: Strategy) -> list[Order]:
     """All orders that differ for a strategy, that of `AXES` first."""
     split = [axis for axis in AXES if getattr(strategy, axis) > 1]
     alone = [axis for axis in AXES if axis not in split]
-    return [(*alone, *one) for one in permutations(split) if keeps_together(one, strategy)]
+    found = [(*alone, *one) for one in permutations(split) if keeps_together(one, strategy)]
+    return [AXES, *found[1:]]
 
 
 def short(order: Sequence[str], strategy: Strategy) -> str:

@@ -18,6 +18,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.fabric import Fabric, fabric_of
 from meshwright.planning.axis_traffic import AxisTraffic, axis_traffic
 from meshwright.planning.link_loads import LinkLoad, link_loads
+from meshwright.planning.measured import operations_of
 from meshwright.planning.question import Candidate
 from meshwright.planning.software import constants
 from meshwright.strategy import Strategy
@@ -187,6 +188,10 @@ def placements_of(
     if candidate.step_s < float("inf") and cluster.chip.key != "cpu":
         hiding = Hiding(parts.compute + parts.recompute, software.overlap, software.contention)
     fabric = fabric or fabric_of(cluster)
+    links = operations_of(scenario, constants()).links
+    if cluster.chip.key != "cpu":
+        # What is reached of them, measured where it was.
+        fabric = replace(fabric, link=links.link, nic=links.nic)
     if cluster.groups or not links_known(cluster):
         given = tuple(range(len(fabric.counts)))
         plain = Placement(AXES, given, link_loads(candidate.strategy, AXES, found, fabric), fabric, hiding)
@@ -195,5 +200,5 @@ def placements_of(
 
 
 def links_known(cluster: Cluster) -> bool:
-    """Whether bandwidths between its chips were measured, or told one by one."""
-    return bool(cluster.paths) or (cluster.speeds is not None and bool(cluster.speeds.collectives))
+    """Whether the bandwidths between its machines were measured, or told one by one."""
+    return bool(cluster.paths)
