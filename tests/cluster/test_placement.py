@@ -26,11 +26,11 @@ pytestmark = pytest.mark.slow
 STRATEGY = "dp=2 tp=2"
 SETTINGS = [
     "model.preset=tiny", "model.spec.num_hidden_layers=4", "data.sequence_length=128", "train.global_batch=8",
-    "train.steps=6", "train.eval_sequences=0", "checkpoint.every=0", "observe.tensorboard=false",
+    "train.steps=5", "train.eval_sequences=0", "checkpoint.every=0", "observe.tensorboard=false",
     "observe.profile_every=0", "observe.straggler_every=0", "elastic.check_replicas_every=0",
     f"parallel.strategy={STRATEGY}", "run.device=cpu",
 ]  # fmt: skip
-BETWEEN = '[[path]]\nbetween = [["a", "c"], ["b", "d"]]\ngb_s = 0.0125\n'
+BETWEEN = '[[path]]\nbetween = [["a", "c"], ["b", "d"]]\ngb_s = 0.00625\n'
 
 
 def cluster_file(folder: Path, nodes: int, each: int, nic: float, *paths: str) -> Path:
@@ -43,9 +43,9 @@ def cluster_file(folder: Path, nodes: int, each: int, nic: float, *paths: str) -
 
 
 def modelled(cluster: Cluster, placement: str, *, nodes: bool = True) -> Placement:
-    """What the search finds for the runs of these tests, with axes in that order; machines as they come without `nodes`."""
+    """What the search finds for these tests' runs with axes in that order; without `nodes`, machines as they come."""
     strategy, given = Strategy.parse(STRATEGY, 4), {"sequence_length": 128, "global_batch": 8, "micro_batch": 4}
-    spec = model_spec(load_config(SETTINGS))
+    spec = model_spec(load_config(overrides=SETTINGS))
     candidate = plan(spec, cluster, precision="float32", strategy=STRATEGY, **given).candidates[0]  # type: ignore[arg-type]
     traffic, fabric = axis_traffic(candidate.scenario, constants()), fabric_of(cluster)
     best, plain = place(strategy, traffic, fabric, only=parse_order(placement, strategy))
@@ -94,27 +94,26 @@ def test_tensor_parallel_inside_a_host_beats_tensor_parallel_across(corpus: Path
     expected = {name: modelled(cluster, text).seconds for name, text in (("inside", "dp,tp"), ("across", "tp,dp"))}
     print({name: (round(run.step_s, 3), round(expected[name], 3)) for name, run in found.items()})
     assert found["across"].losses == pytest.approx(found["inside"].losses, rel=1e-4)
-    assert found["across"].step_s > 1.3 * found["inside"].step_s
-    assert expected["across"] > 1.3 * expected["inside"]
+    assert found["across"].step_s > 1.2 * found["inside"].step_s
+    assert expected["across"] > 1.2 * expected["inside"]
 
 
 def test_machines_in_the_searched_order_beat_machines_as_they_come(corpus: Path, tmp_path: Path) -> None:
     file = cluster_file(tmp_path, 4, 1, 0.5, BETWEEN)
     given = f"parallel.cluster={file}"
-    # Of the second only the machines are searched, of the third the axes too.
-    runs = {name: [given, f"parallel.placement={name}"] for name in ("in-order", "dp,tp", "auto")}
+    # Of the second the machines are searched, and not the axes.
+    runs = {name: [given, f"parallel.placement={name}"] for name in ("in-order", "dp,tp")}
     with Hosts(4, Path.cwd(), islands=["ac", "bd"]) as hosts:
-        hosts.limit_between(mbit=100)
+        hosts.limit_between(mbit=50)
         found = train(hosts, 1, tmp_path, corpus, runs)
     cluster = parse_cluster(str(file))
     expected = modelled(cluster, "dp,tp", nodes=False).seconds, modelled(cluster, "dp,tp").seconds
     print({name: round(run.step_s, 3) for name, run in found.items()}, [round(one, 3) for one in expected])
     assert found["in-order"].hosts == ["a", "b", "c", "d"]
     assert found["dp,tp"].hosts == ["a", "c", "b", "d"]
-    for name in ("dp,tp", "auto"):
-        assert found[name].losses == pytest.approx(found["in-order"].losses, rel=1e-4)
-        assert found["in-order"].step_s > 1.3 * found[name].step_s
-    assert expected[0] > 1.3 * expected[1]
+    assert found["dp,tp"].losses == pytest.approx(found["in-order"].losses, rel=1e-4)
+    assert found["in-order"].step_s > 1.2 * found["dp,tp"].step_s
+    assert expected[0] > 1.2 * expected[1]
 
 
 def test_machines_that_meet_are_numbered_in_the_searched_order(corpus: Path, tmp_path: Path) -> None:

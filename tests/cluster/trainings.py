@@ -18,7 +18,7 @@ def main(runs: list[list[str]], settings: list[str]) -> None:
     port = int(os.environ["MASTER_PORT"])
     for number, own in enumerate(runs):
         os.environ["MASTER_PORT"] = str(port + 1000 * number)
-        assert train(load_config([*settings, *own])) == 0
+        assert train(load_config(overrides=[*settings, *own])) == 0
 
 
 if __name__ == "__main__":

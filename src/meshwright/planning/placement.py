@@ -23,8 +23,8 @@ from meshwright.planning.question import Candidate
 from meshwright.planning.software import constants
 from meshwright.strategy import Strategy
 
-WORTH = 0.01
-"""What another order must save of the communication to be taken: the usual one needs no explaining."""
+WORTH = 0.05
+"""What another order must save of the waiting to be taken: the usual one needs no explaining."""
 EXACT = 5040
 """Orders of nodes that are all tried: those of up to seven nodes."""
 SWAPS = 300
@@ -96,18 +96,22 @@ def place(
         Placement(order, given, link_loads(strategy, order, traffic, fabric), fabric, hiding)
         for order in [AXES, *([only] if only else orders(strategy))]
     )
-    best = found[0]
-    # The usual order of axes with nodes as they are given comes first; what follows must be worth it.
-    for one in found:
+    usual = found[0]
+    lowest = min(found, key=lambda one: one.seconds)
+    tiers = [usual]
+    # Machines with other numbers of ranks stay where they are: loads are those of nodes that are alike.
+    if fabric.paths and len(set(fabric.counts)) == 1:
+        looks = iter(range(SWAPS))
+        tiers.append(_with_nodes(usual, looks))
+        lowest = min(lowest, tiers[1], key=lambda one: one.seconds)
+        for one in sorted(found[1:], key=lambda one: one.least):
+            if one.least < lowest.seconds:
+                lowest = min(lowest, _with_nodes(one, looks), key=lambda one: one.seconds)
+    # The usual order comes first, then the usual one of axes with machines moved: what follows must be worth it.
+    best = usual
+    for one in [*tiers, lowest]:
         if one.seconds < best.seconds * (1 - WORTH):
             best = one
-    if bool(fabric.paths) and len(set(fabric.counts)) == 1:
-        # Machines with other numbers of ranks stay where they are: loads are those of nodes that are alike.
-        looks = iter(range(SWAPS))
-        for one in sorted(found, key=lambda one: one.least):
-            if one.least < best.seconds * (1 - WORTH):
-                moved = _with_nodes(one, looks)
-                best = moved if moved.seconds < best.seconds * (1 - WORTH) else best
     return best, plain
 
 

@@ -40,7 +40,8 @@ def _lines(candidate: Candidate) -> Iterator[str]:
     if names := node_names(best):
         yield f"  machines in the order of the ranks: {' '.join(names)}"
     if best.key != plain.key:
-        yield f"  in order, the step would wait {plain.seconds:.3g} s for links instead of {best.seconds:.3g} s"
+        waits = _number(plain.seconds), _number(best.seconds)
+        yield f"  in order, the step would wait {waits[0]} s for links instead of {waits[1]} s"
     elif links_known(cluster):
         yield "  no other order is faster by the bandwidths that are known"
     yield from (f"  {one}" for one in placed(candidate))
@@ -48,7 +49,7 @@ def _lines(candidate: Candidate) -> Iterator[str]:
         yield "GB a step, one way  by a rank  inside a node  over its card  out of a node  busiest link"
     for load in best.loads:
         sizes = (load.traffic.size, load.inside, load.card, load.uplink)
-        told = "  ".join(f"{size / 1e9:>{wide}.3g}" for size, wide in zip(sizes, (9, 13, 13, 13), strict=True))
+        told = "  ".join(f"{_number(size / 1e9):>{wide}}" for size, wide in zip(sizes, (9, 13, 13, 13), strict=True))
         name = NAMES.get(load.traffic.axis, load.traffic.axis)
         yield f"  {name:<17} {told}  {_share(load, best, candidate)}"
 
@@ -57,9 +58,14 @@ def _share(load: LinkLoad, placement: Placement, candidate: Candidate) -> str:
     """For how much of the step an axis's busiest link is at work."""
     seconds = load.seconds(placement.fabric, placement.nodes)
     if not 0 < candidate.step_s < float("inf"):
-        return f"{seconds:.3g} s"
+        return f"{_number(seconds)} s"
     beside = ", beside computing" if load.traffic.hides and placement.hiding.overlap else ""
-    return f"{seconds:.3g} s, {seconds / candidate.step_s:.0%} of the step{beside}"
+    return f"{_number(seconds)} s, {seconds / candidate.step_s:.0%} of the step{beside}"
+
+
+def _number(value: float) -> str:
+    """Three digits, and no powers of ten."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def axes_of(placement: Placement, candidate: Candidate) -> list[tuple[str, int, str]]:

@@ -67,7 +67,7 @@ def place_run(planned: Planned, machines: Sequence[tuple[str, int]]) -> Placed:
     said: tuple[str, ...] = ()
     if strangers:
         said = (
-            f"placement: {config.parallel.cluster} does not name {', '.join(strangers)}: nothing is known of its links",
+            f"placement: {config.parallel.cluster} does not name {', '.join(strangers)}, whose links count as free",
         )
     fabric = fabric_of(cluster, names, counts)
     best, usual = placements_of(candidate, fabric, only=() if asked == AUTO else order)
