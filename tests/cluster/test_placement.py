@@ -121,7 +121,7 @@ def test_machines_that_meet_are_numbered_in_the_searched_order(corpus: Path, tmp
     settings = [*SETTINGS, f"data.path={corpus}", given, "parallel.placement=dp,tp"]
     with Machines(4, tmp_path, settings) as machines:
         trainings = [machines.train(name, "train.steps=2", nodes="4") for name in "abcd"]
-        ended = [one.wait() for one in trainings]
+        ended = [one.wait(timeout=240) for one in trainings]
     assert [one.code for one in ended] == [0] * 4, ended[0].err
     assert hosts_of(tmp_path / "run") == ["a", "c", "b", "d"]
     assert any("machines a c b d" in one.out for one in ended)

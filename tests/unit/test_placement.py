@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from meshwright.axis_order import AXES, orders, parse_order
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.cluster.fabric import Fabric, fabric_of
 from meshwright.comm.bandwidth import bus_factor
-from meshwright.errors import UserError
+from meshwright.config import load_config
+from meshwright.errors import ConfigError, UserError
 from meshwright.estimate.traffic import Work, step_traffic
 from meshwright.models.presets import preset
 from meshwright.planning.answer import plan
@@ -21,7 +23,8 @@ from meshwright.planning.placement import Hiding, Placement, place, placements_o
 from meshwright.planning.question import Candidate
 from meshwright.planning.software import constants
 from meshwright.strategy import Strategy
-from meshwright.training.placed import machines_of_ranks, new_rank
+from meshwright.training.placed import Placed, machines_of_ranks, new_rank, place_run
+from meshwright.training.planned import Planned, with_choice
 
 
 def candidate(model: str, cluster: str, strategy: str, micro_batch: int = 1, **given: int) -> Candidate:
@@ -258,6 +261,52 @@ def test_ranks_follow_their_machines_to_new_places() -> None:
     assert machines_of_ranks(["a", "a", "b", "b", "b"]) == [("a", 2), ("b", 3)]
     assert machines_of_ranks(["a", "b", "a"]) is None
     assert [new_rank(rank, [2, 3, 1], [2, 0, 1]) for rank in range(6)] == [1, 2, 3, 4, 5, 0]
+
+
+def planned(folder: Path, strategy: str, world: int, placement: str, paths: str) -> Planned:
+    """A run of four machines a, b, c, d with one rank each, or two."""
+    file = folder / "cluster.toml"
+    each = world // 4
+    head = f'chip = "cpu"\nnodes = 4\ngpus_per_node = {each}\ndomain = {each}\nnic = 1\nnames = ["a", "b", "c", "d"]\n'
+    file.write_text(head + paths)
+    settings = ["model.preset=tiny", "data.sequence_length=128", "train.global_batch=8", "run.device=cpu"]
+    settings += [f"parallel.{key}={value}" for key, value in (("cluster", file), ("placement", placement))]
+    config = load_config(overrides=[*settings, f"parallel.strategy={strategy}"])
+    return Planned(config, config, world, each)
+
+
+APART = '[[path]]\nbetween = [["a", "c"], ["b", "d"]]\ngb_s = 0.01\n'
+
+
+def test_a_run_takes_the_order_that_the_search_finds(tmp_path: Path) -> None:
+    met = [(name, 2) for name in "abcd"]
+    found = place_run(planned(tmp_path, "dp=2 tp=2 pp=2", 8, "pp,dp,tp", APART), met)
+    assert [met[one][0] for one in found.machines] == ["a", "c", "b", "d"]
+    assert found.placement == "pp,dp,tp"
+    assert "machines a c b d" in found.said[0]
+    # With the axes left open, the usual ones stay where they do as well.
+    assert place_run(planned(tmp_path, "dp=2 tp=2 pp=2", 8, "auto", APART), met) == found
+    # The machines have met in another order, and one of them is not in the file.
+    other = place_run(planned(tmp_path, "dp=2 tp=2 pp=2", 8, "auto", APART), [(name, 2) for name in "acxd"])
+    assert "does not name x" in other.said[0]
+
+
+def test_without_paths_or_when_told_so_ranks_stay_in_order(tmp_path: Path) -> None:
+    met = [(name, 2) for name in "abcd"]
+    for placement, paths in (("in-order", APART), ("auto", "")):
+        found = place_run(planned(tmp_path, "dp=2 tp=2 pp=2", 8, placement, paths), met)
+        assert found == Placed("pp,dp,tp", (0, 1, 2, 3))
+    assert place_run(planned(tmp_path, "dp=2 tp=2 pp=2", 8, "tp,dp,pp", ""), met).placement == "tp,dp,pp"
+
+
+def test_an_order_that_the_ranks_left_cannot_take_is_not_the_end_of_a_run(tmp_path: Path) -> None:
+    asked = planned(tmp_path, "dp=4 tp=2", 8, "tp,dp", APART)
+    with pytest.raises(ConfigError, match="pp=2 of 'dp=2 tp=2 pp=2' is not in it"):
+        place_run(planned(tmp_path, "dp=2 tp=2 pp=2", 8, "tp,dp", APART), [(name, 2) for name in "abcd"])
+    changed = replace(asked, config=with_choice(asked.config, "dp=2 tp=2 pp=2", None))
+    found = place_run(changed, [(name, 2) for name in "abcd"])
+    assert found.placement == "in-order"
+    assert "in order, since parallel.placement='tp,dp'" in found.said[0]
 
 
 def test_groups_of_made_axes_are_as_large_as_those_of_the_mesh() -> None:
