@@ -116,6 +116,26 @@ def test_machines_in_the_searched_order_beat_machines_as_they_come(corpus: Path,
     assert expected[0] > 1.2 * expected[1]
 
 
+def test_paths_are_measured_and_say_which_machines_belong_together(tmp_path: Path) -> None:
+    file = tmp_path / "measured.toml"
+    with Hosts(4, tmp_path, islands=["ac", "bd"]) as hosts:
+        for name in hosts.names:
+            hosts.limit(name, mbit=400)
+        hosts.limit_between(mbit=50)
+        ended = hosts.run_ranks(1, "meshwright", "bench", "comm", "--paths", str(file), "--device", "cpu", timeout=240)
+    assert [one.code for one in ended] == [0] * 4, ended[0].err
+    cluster = parse_cluster(str(file))
+    found = {one.sides[0] + one.sides[1]: one.bandwidth for one in cluster.paths}
+    assert len(found) == 6
+    print(found)
+    near = [bandwidth for pair, bandwidth in found.items() if set(pair) in ({"a", "c"}, {"b", "d"})]
+    far = [bandwidth for pair, bandwidth in found.items() if set(pair) not in ({"a", "c"}, {"b", "d"})]
+    assert max(near) < 1.2 * 0.05
+    assert max(far) < 1.2 * 0.00625
+    assert min(near) > 2 * max(far)
+    assert [cluster.names[one] for one in modelled(cluster, "dp,tp").nodes] == ["a", "c", "b", "d"]
+
+
 def test_machines_that_meet_are_numbered_in_the_searched_order(corpus: Path, tmp_path: Path) -> None:
     given = f"parallel.cluster={cluster_file(tmp_path, 4, 1, 0.5, BETWEEN)}"
     settings = [*SETTINGS, f"data.path={corpus}", given, "parallel.placement=dp,tp"]

@@ -32,6 +32,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-size", type=int, metavar="N", help="with --algorithms: take N neighbouring ranks each for a machine"
     )
+    parser.add_argument(
+        "--paths",
+        type=Path,
+        metavar="FILE",
+        help="between every two machines instead: writes a cluster file",
+    )
     parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="calls before those that count (default 5)")
     parser.add_argument("--iters", type=int, default=20, metavar="N", help="calls that count, if they are short")
     parser.add_argument("--no-check", action="store_true", help="do not look whether results are right")
@@ -60,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     require_torch()
     from meshwright.bench import comm_algorithms
     from meshwright.bench.comm import Asked, measure
+    from meshwright.bench.comm_paths import measure_paths
     from meshwright.launch.local import run_ranks
     from meshwright.parallel.world import join_world, launched_ranks
     from meshwright.strategy import Strategy
@@ -74,6 +81,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--algorithms are those of an all-reduce over all ranks: without operations and --strategy")
     if args.node_size is not None and (not args.algorithms or args.node_size < 1):
         raise UserError("--node-size takes a whole number from 1, and goes with --algorithms")
+    if args.paths is not None:
+        if launched is None or args.operations or args.strategy is not None or args.algorithms:
+            raise UserError("--paths goes between machines, under torchrun or srun, without other measurements")
+        with join_world(args.device, 600.0, launched) as joined:
+            measure_paths(args.paths, joined)
+        return 0
     asked = Asked(
         tuple(args.operations or COLLECTIVES), tuple(wanted), args.strategy, args.dtype, args.warm_up, args.iters,
         not args.no_check,
