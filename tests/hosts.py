@@ -4,6 +4,9 @@
         hosts.limit("a", mbit=200)
         ended = hosts.run_ranks(2, "meshwright", "bench", "comm", "all_reduce")   # two ranks on each host
 
+    with Hosts(4, islands=["ac", "bd"]) as hosts:       # two switches, joined by one cable
+        hosts.limit_between(mbit=50)
+
 Needs root and iproute2, as CI has; the namespaces talk to each other and to nobody else. A host's link can be limited,
 cut and put back: limits are the kernel's, on what leaves a host and on what comes to it.
 """
@@ -45,8 +48,16 @@ class Ended:
 class Hosts:
     """Some hosts, named a, b, c, ... or as given, on one network."""
 
-    def __init__(self, names: int | Sequence[str], folder: Path | None = None, first: bool = False) -> None:
-        """`first`: their processes come before all others of this machine, where it lets them; for what is timed."""
+    def __init__(
+        self,
+        names: int | Sequence[str],
+        folder: Path | None = None,
+        islands: Sequence[Sequence[str]] = (),
+        first: bool = False,
+    ) -> None:
+        """`islands` are hosts by the switch that they are on: two of them, joined by a cable that can be limited.
+        `first`: their processes come before all others of this machine, where it lets them; for what is timed."""
+        self.islands = islands
         self.names = [chr(ord("a") + number) for number in range(names)] if isinstance(names, int) else list(names)
         self.folder = folder
         self._first = first
@@ -58,14 +69,21 @@ class Hosts:
             pytest.skip("network namespaces need root, and ip, ss and tc of iproute2")
         bridge = self.space("net")
         ip("netns", "add", bridge)
-        ip("-n", bridge, "link", "add", "bridge", "type", "bridge")
-        ip("-n", bridge, "link", "set", "bridge", "up")
+        switches = [f"bridge{number}" for number in range(max(1, len(self.islands)))]
+        for switch in switches:
+            ip("-n", bridge, "link", "add", switch, "type", "bridge")
+            ip("-n", bridge, "link", "set", switch, "up")
+        if self.islands:
+            ip("-n", bridge, "link", "add", "cable0", "type", "veth", "peer", "name", "cable1")
+            for end, switch in zip(("cable0", "cable1"), switches, strict=True):
+                ip("-n", bridge, "link", "set", end, "master", switch, "up")
         for name in self.names:
             space = self.space(name)
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
             ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"to-{name}", "netns", bridge)
-            ip("-n", bridge, "link", "set", f"to-{name}", "master", "bridge", "up")
+            switch = next((number for number, names in enumerate(self.islands) if name in names), 0)
+            ip("-n", bridge, "link", "set", f"to-{name}", "master", switches[switch], "up")
             ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
         return self
@@ -93,9 +111,16 @@ class Hosts:
     def limit(self, name: str, mbit: float) -> None:
         """Let a host's link carry no more than that, in each direction."""
         for space, device in ((self.space(name), "eth0"), (self.space("net"), f"to-{name}")):
-            shape = ["root", "tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "200ms"]
-            words = ["tc", "-n", space, "qdisc", "replace", "dev", device, *shape]
-            subprocess.run(words, check=True, capture_output=True)
+            self._shape(space, device, mbit)
+
+    def limit_between(self, mbit: float) -> None:
+        """Let the cable between islands carry no more than that, in each direction."""
+        for end in ("cable0", "cable1"):
+            self._shape(self.space("net"), end, mbit)
+
+    def _shape(self, space: str, device: str, mbit: float) -> None:
+        shape = ["root", "tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "200ms"]
+        subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", device, *shape], check=True, capture_output=True)
 
     def cut(self, name: str) -> None:
         """Pull a host's cable."""

@@ -215,6 +215,10 @@ class ParallelSection(_Section):
     best strategy and micro-batch on the ranks there are, with constraints after it: auto tp<=2 zero=3."""
     cluster: str | None = free(None, min_length=1)
     """The machines that auto plans for, such as 64xh100 or a cluster file; None are machines like this one."""
+    placement: str = free("auto", min_length=1)
+    """Which ranks lie next to each other: in-order (pp, dp, cp, tp, outermost first, so that tp is on neighbours), the
+    axes in another order, such as dp,pp,tp, or auto, which is in order unless parallel.cluster describes machines on
+    which another order, also one of the machines, should be faster (docs/plan.md)."""
     retune: bool = free(False)
     """Measure links and ranks at checkpoints, and change the strategy there when another should be 10% faster."""
 

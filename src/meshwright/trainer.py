@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -35,7 +36,14 @@ from meshwright.observe.sample import Sample
 from meshwright.observe.straggler_watch import StragglerWatch
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
-from meshwright.parallel.world import World, join_world, launched_ranks, sum_in_one_order
+from meshwright.parallel.world import (
+    World,
+    join_world,
+    launched_ranks,
+    launcher_store,
+    local_ranks,
+    sum_in_one_order,
+)
 from meshwright.secrets import guarded_output
 from meshwright.training.checkpoints import SaveCheckpoints
 from meshwright.training.compiled import TellBreaks
@@ -44,6 +52,7 @@ from meshwright.training.hooks import EarlyStop, Evaluate, Events, Hook, StopOnS
 from meshwright.training.job import make_job, prepare_sources, unprepared
 from meshwright.training.loop import TrainingLoop
 from meshwright.training.out_of_memory import explain, is_out_of_memory, with_micro_batch
+from meshwright.training.placed import is_placed, machines_of_ranks, new_rank, place_run
 from meshwright.training.planned import Planned, agree, plan_ranks, plan_run, with_choice
 from meshwright.training.recover import Recover
 from meshwright.training.replicas import CheckReplicas
@@ -108,6 +117,8 @@ def train(
     ranks = launched_ranks()
     if ranks is not None:
         _prepare_together(config, ranks[0])
+        if is_placed(config):
+            return _train_placed(config, ranks)
         with join_world(config.run.device, config.elastic.timeout_s, ranks) as world:
             return ExitCode(_train_rank(agree(config, world), world).code)
     budget = Budget(config.elastic.max_restarts, config.elastic.same_step_failures)
@@ -139,10 +150,34 @@ def train(
     return ExitCode(supervisor.run().code)
 
 
-def _plan(config: RunConfig, local: int, ranks: int) -> Choice:
-    """The strategy for that many ranks of several machines."""
-    found = plan_ranks(config, ranks, local)
-    return Choice(found.strategy, found.micro_batch, found.world, found.said)
+def _plan(config: RunConfig, local: int, machines: list[tuple[str, int]]) -> Choice:
+    """The strategy for the ranks of several machines, and where they lie."""
+    found = plan_ranks(config, sum(count for _, count in machines), local)
+    placed = place_run(found, machines)
+    said = (*found.said, *placed.said)
+    return Choice(found.strategy, found.micro_batch, found.world, said, placed.placement, placed.machines)
+
+
+def _train_placed(config: RunConfig, ranks: tuple[int, int, int]) -> ExitCode:
+    """As one rank of a launcher's job whose ranks are numbered anew: machines may stand in another order."""
+    rank, size, local = ranks
+    store = launcher_store(config.elastic.timeout_s)
+    store.set(f"meshwright/host/{rank}", socket.gethostname())
+    if rank == 0:
+        hosts = [store.get(f"meshwright/host/{one}").decode() for one in range(size)]
+        machines = machines_of_ranks(hosts) or [("", size)]
+        planned = plan_run(config, size, local_ranks(size))
+        placed = place_run(planned, machines)
+        said = (*planned.said, *placed.said)
+        choice = Choice(planned.strategy, planned.micro_batch, size, said, placed.placement, placed.machines)
+        store.set("meshwright/placement", json.dumps([choice, [count for _, count in machines]]))
+    choice, counts = json.loads(store.get("meshwright/placement"))
+    choice = Choice(*choice)
+    chosen = with_choice(config, choice.strategy, choice.micro_batch, choice.placement)
+    place = new_rank(rank, counts, choice.machines), size, local
+    with join_world(config.run.device, config.elastic.timeout_s, place, store) as world:
+        planned = Planned(chosen, config, size, world.local, tuple(choice.said))
+        return ExitCode(_train_rank(planned, world).code)
 
 
 def _digest(config: RunConfig) -> str:
@@ -158,7 +193,7 @@ def _work(run: Planned | RunConfig, placement: Placement) -> Work:
         return partial(_train_rank, plan_run(run.asked, placement.world, run.local) if retuned else run)
     choice = placement.choice
     assert choice is not None
-    config = with_choice(run, choice.strategy, choice.micro_batch)
+    config = with_choice(run, choice.strategy, choice.micro_batch, choice.placement)
     planned = Planned(config, run, placement.world, placement.local, tuple(choice.said))
     # The first machine packs the data; the others wait for it.
     _prepare_together(planned.config, placement.node)

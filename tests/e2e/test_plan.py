@@ -59,7 +59,7 @@ def test_the_table_says_why() -> None:
     shown = plan("--model", "llama3.1-70b", "--cluster", "16xh100", "--seq-len", "4096", "--global-batch", "64").stdout
     assert "memory peaks at" in shown
     assert "schedule" in shown or "pp=" not in shown.splitlines()[3]
-    assert "mesh on" in shown
+    assert "placement  tp=" in shown
     assert "slower" in shown or "does not fit" in shown
 
 

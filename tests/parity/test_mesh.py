@@ -71,3 +71,6 @@ def test_placement_that_is_no_order_of_the_ranks_is_refused() -> None:
         make_mesh(Strategy.parse("dp=4", 4), "cpu", [0, 1, 1, 2])
     with pytest.raises(ValueError, match="descending order along tp"):
         make_mesh(Strategy.parse("dp=2 tp=2", 4), "cpu", [1, 0, 2, 3])
+    # Along each of its axes ascending, but not along the one that is made of them.
+    with pytest.raises(ValueError, match="descending order along data"):
+        make_mesh(Strategy.parse("dp=4 zero=3 replicate=2", 4), "cpu", [0, 2, 1, 3])

@@ -119,7 +119,7 @@ def interrupted(world: World, case: Case, folder: Path) -> tuple[list[str], list
     saver.wait()
     (outcome,) = saver.outcomes()
     assert outcome.error is None, outcome.error
-    assert not ReplicaCheck(world, step.strategy.tp)(step.model, step.optimizer)
+    assert not ReplicaCheck(world, step.mesh)(step.model, step.optimizer)
     assert not nonfinite_tensors(step.model, step.optimizer)
     restore(CheckpointReader(folder / "step-000002"), again.model, again.optimizer)
     at_once = unlike(values_of(step), values_of(again))

@@ -135,7 +135,7 @@ COPIES: dict[str, tuple[str, str, int, str, set[int]]] = {
 
 def flip_and_compare(world: World, case: Case, guilty: int, name: str) -> tuple[list[Difference], ...]:
     step = step_of(world, case)
-    check = ReplicaCheck(world, step.strategy.tp)
+    check = ReplicaCheck(world, step.mesh)
     untrained = check(step.model, step.optimizer)
     for number in range(3):
         _feed(step, case, number)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from meshwright.axis_order import orders, short
 from meshwright.checkpoint.checked import find_damage
 from meshwright.checkpoint.format import Manifest, digest_of, read_manifest
 from meshwright.checkpoint.pieces import bytes_of
@@ -175,6 +176,18 @@ def test_state_survives_a_chain_of_strategies(pool: RankPool, tmp_path: Path, sp
         folder = tmp_path / str(number)
         folder.mkdir()
         carry_over(pool, folder, one, other, background=number % 2 == 0)
+
+
+@pytest.mark.parametrize("text", ["dp=2 zero=3 tp=2", "dp=2 zero=1 pp=2", "cp=2 tp=2"])
+def test_state_survives_another_order_of_axes(text: str, pool: RankPool, tmp_path: Path) -> None:
+    case = Case(SMALL, text, 4, micro_steps=2, batch=8, tokens=8, steps=2)
+    others = orders(Strategy.parse(text, 4))[1:]
+    for order in others:
+        turned = replace(case, settings={"parallel": {"placement": short(order, Strategy.parse(text, 4))}})
+        for one, other in ((case, turned), (turned, case)):
+            folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+            folder.mkdir()
+            carry_over(pool, folder, one, other)
 
 
 @pytest.mark.slow

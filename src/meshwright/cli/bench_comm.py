@@ -39,6 +39,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--node-size", type=int, metavar="N", help="with --algorithms: take N neighbouring ranks each for a machine"
     )
+    parser.add_argument(
+        "--paths",
+        type=Path,
+        metavar="FILE",
+        help="between every two machines instead: writes a cluster file",
+    )
     parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="calls before those that count (default 5)")
     parser.add_argument("--iters", type=int, default=20, metavar="N", help="calls that count, if they are short")
     parser.add_argument("--no-check", action="store_true", help="do not look whether results are right")
@@ -102,6 +108,8 @@ def _check(args: argparse.Namespace) -> list[int]:
         raise UserError("--algorithms are those of an all-reduce over all ranks: without operations and --strategy")
     if args.node_size is not None and (not args.algorithms or args.node_size < 1):
         raise UserError("--node-size takes a whole number from 1, and goes with --algorithms")
+    if args.paths is not None and (args.operations or args.strategy is not None or args.algorithms or args.plot):
+        raise UserError("--paths measures messages between machines and nothing else: leave the others out")
     if args.plot not in (None, TERMINAL):
         from meshwright.bench.comm_picture import require_matplotlib
 
@@ -118,6 +126,7 @@ def _check(args: argparse.Namespace) -> list[int]:
 def _measure(args: argparse.Namespace, asked: Asked) -> dict[str, Any] | None:
     """What the first rank found, in that rank or in the process that started all of them; None in others."""
     from meshwright.bench import comm, comm_algorithms
+    from meshwright.bench.comm_paths import measure_paths
     from meshwright.launch.local import run_ranks
     from meshwright.parallel.world import join_world, launched_ranks
     from meshwright.strategy import Strategy
@@ -128,6 +137,12 @@ def _measure(args: argparse.Namespace, asked: Asked) -> dict[str, Any] | None:
         raise UserError("one rank has nobody to talk to; use --nproc 2 or more")
     if args.strategy is not None:
         Strategy.parse(args.strategy, world)
+    if args.paths is not None:
+        if launched is None:
+            raise UserError("--paths goes between machines: start it under torchrun or srun")
+        with join_world(args.device, 600.0, launched) as joined:
+            measure_paths(args.paths, joined)
+        return None
     work = partial(comm_algorithms.measure, asked, args.node_size) if args.algorithms else partial(comm.measure, asked)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         out = Path(folder) / "rows.json"

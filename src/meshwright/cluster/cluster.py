@@ -1,6 +1,6 @@
 """A cluster: how many chips of which kind, how they are linked, what they cost. `64xh100`, a TOML file, or `here`.
 
-No torch. Ranks are placed in order: consecutive ranks share a machine, as every launcher does it.
+No torch. Consecutive ranks share a machine, as every launcher does it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 from meshwright.cluster.calibration import Calibration, Speeds, read_calibration
 from meshwright.cluster.chips import Chip, check_positive, chips, find_chip, make_chip
+from meshwright.cluster.fabric import Path as NodePath
+from meshwright.cluster.fabric import read_names, read_paths
 from meshwright.cluster.link_lines import LinkLine
 from meshwright.errors import UserError, nearest
 
@@ -22,7 +24,9 @@ HERE = "here"
 MOST_CHIPS = 1_000_000
 CORES = "this machine's CPU cores"
 _SHORT = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w.\- ]*)")
-_FILE_KEYS = ("chip", "nodes", "gpus_per_node", "nic", "link", "domain", "price", "host_gib", "reserve_gib")
+_FILE_KEYS = (
+    "chip", "nodes", "gpus_per_node", "nic", "link", "domain", "price", "host_gib", "reserve_gib", "names", "path",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class Cluster:
     groups: tuple[Cluster, ...] = ()
     """Where there are several kinds: each of them, in the order in which ranks are placed. The rest is then what all
     of them have: see `groups.together`."""
+
+    names: tuple[str, ...] = ()
+    """Host names of the machines, in the order of the ranks, where they are known."""
+    paths: tuple[NodePath, ...] = ()
+    """What was measured or is known between them."""
 
     @property
     def kinds(self) -> tuple[Cluster, ...]:
@@ -172,6 +181,9 @@ def read_cluster(path: Path) -> Cluster:
     groups = table["group"]
     if not isinstance(groups, list) or not groups or not all(isinstance(group, dict) for group in groups):
         raise UserError(f"{path}: group must be one or more [[group]] tables, each with chip and nodes")
+    for key in ("names", "path"):
+        if key in table:
+            raise UserError(f"{path}: {key} is for machines of one kind; those of several stay in the order of groups")
     # What stands above the groups holds for all of them that do not say otherwise.
     common = {key: value for key, value in table.items() if key != "group"}
     if "nodes" in common:
@@ -211,6 +223,10 @@ def _of_table(path: Path, where: str, table: dict[str, Any]) -> Cluster:
         )
     if "domain" not in values:
         values["domain"] = node if chip.domain <= chip.node else min(chip.domain, node * table["nodes"])
+    values["names"] = read_names(where, table, table["nodes"])
+    values["paths"] = read_paths(where, table, values["names"])
+    if values["paths"] and values["domain"] != node:
+        raise UserError(f"{where}: [[path]] goes between machines of {node}, and fast links reach {values['domain']}")
     return of_chip(chip, node * table["nodes"], reserve_gib=float(reserve), note=str(path), **values)
 
 

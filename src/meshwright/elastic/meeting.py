@@ -47,8 +47,8 @@ EXPLAIN_S = 7.0
 BETWEEN_S = 0.5
 """How long a machine may be in neither list of the state, on its way from one generation to the next."""
 
-Plan = Callable[[int], Choice]
-"""The strategy for that many ranks."""
+Plan = Callable[[list[tuple[str, int]]], Choice]
+"""The strategy for machines with these names and ranks."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,8 @@ class _Meeting:
             raise _Retry from None
         if "end" in plan:
             raise _End(plan["end"]["code"], plan["end"]["text"])
+        # From here on by its place among the ranks.
+        node = plan["machines"].index(node)
         first = sum(plan["counts"][:node])
         self._generation = plan["generation"]
         if self._exchange is not None:
@@ -221,17 +223,18 @@ class _Meeting:
         refusal = self._seat.budget.refusal(failures) if failures else None
         if refusal is not None:
             return {"end": self._close(refusal.exit_code, str(refusal))}
-        counts = [machine["count"] for machine in machines]
         try:
-            choice = self._seat.plan(sum(counts))
+            choice = self._seat.plan([(machine["host"], machine["count"]) for machine in machines])
         except UserError as error:
             return {"end": self._close(error.exit_code, str(error))}
+        order = choice.machines or tuple(range(len(machines)))
         return {
             "generation": generation,
             "choice": choice,
             "world": choice.world,
-            "counts": counts,
-            "hosts": [machine["host"] for machine in machines],
+            "machines": order,
+            "counts": [machines[number]["count"] for number in order],
+            "hosts": [machines[number]["host"] for number in order],
         }
 
     def _history(self, generation: int) -> list[Failure]:

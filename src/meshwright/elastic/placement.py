@@ -18,6 +18,10 @@ class Choice(NamedTuple):
     world: int
     said: tuple[str, ...] = ()
     """What is to be told about it."""
+    placement: str = "auto"
+    """The order of its axes, as parallel.placement has it."""
+    machines: tuple[int, ...] = ()
+    """Those that have met, in the order of the ranks; as they are numbered where there is nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Placement:
     generation: int = 0
     host: str = field(default_factory=socket.gethostname)
     node: int = 0
-    """Number of this machine; the first one holds the run folder."""
+    """Number of this machine in the order of the ranks; the first one holds the run folder."""
     hosts: tuple[str, ...] = ()
     choice: Choice | None = None
     """What several machines have agreed on; None is what one planned for itself."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from meshwright.axis_order import AXES, Order
 from meshwright.cuts import group_small, part_length
 from meshwright.models.shapes import Shape, shapes_of
 from meshwright.models.spec import ModelSpec
@@ -25,10 +26,10 @@ class Place:
     tp: int = 0
 
     @classmethod
-    def of(cls, strategy: Strategy, rank: int) -> Place:
-        """The place of a rank where ranks are placed in order."""
+    def of(cls, strategy: Strategy, rank: int, order: Order = AXES) -> Place:
+        """The place of a rank where the axes lie in that order."""
         found = {}
-        for axis in ("tp", "cp", "shard", "replicate", "pp"):
+        for axis in reversed(order):
             rank, found[axis] = divmod(rank, getattr(strategy, axis))
         return cls(**found)
 

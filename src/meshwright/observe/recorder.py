@@ -279,7 +279,7 @@ def rank_files(folder: Path, rank: int) -> tuple[Path, Path]:
 def rank_facts(trainer: TrainingLoop) -> dict[str, Any]:
     """Who this rank is, where, and what it has of the model and the data."""
     world, strategy = trainer.world, trainer.job.strategy
-    place = Place.of(strategy, world.rank)
+    place = Place.of(strategy, world.rank, trainer.job.order)
     replica = place.replicate * strategy.shard + place.shard
     chip = chip_of(world.device)
     return {

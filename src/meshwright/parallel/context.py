@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.axis_order import AXES
 from meshwright.context_layout import ContextLayout
 from meshwright.errors import ConfigError
 from meshwright.models.attention import Documents, attend
 from meshwright.models.document_attention import Sight
 from meshwright.models.reads import Forward, around_forward
-from meshwright.parallel.mesh import AXES, Mesh
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.ring_attention import ring_attention
 from meshwright.parallel.ulysses import join_heads, split_heads
 

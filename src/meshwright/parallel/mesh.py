@@ -1,7 +1,7 @@
 """The mesh: from a strategy and the order of ranks to device meshes with named axes. Passed around, never global.
 
-Axes, outermost first: pp, replicate, shard, cp, tp. Ranks that differ only in the last axis are neighbours, so that
-the heaviest traffic stays on the fastest links. Axes made of others:
+Axes, outermost first: pp, replicate, shard, cp, tp. Unless a placement says otherwise (`axis_order`), ranks that differ
+only in the last axis are neighbours, so that the heaviest traffic stays on the fastest links. Axes made of others:
 
     data    replicate x shard: ranks that work on different samples
     loss    replicate x shard x cp: ranks that hold different tokens of one step
@@ -23,10 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.axis_order import AXES
 from meshwright.strategy import Strategy
 from meshwright.torch_private import flatten
 
-AXES = ("pp", "replicate", "shard", "cp", "tp")
+_MADE = {"data": ("replicate", "shard"), "loss": ("replicate", "shard", "cp"), "state": ("shard", "cp")}
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,15 @@ def make_mesh(strategy: Strategy, device_type: str, placement: Sequence[int] | N
     if sorted(order) != list(range(strategy.world)):
         raise ValueError(f"placement {order} is not an order of the {strategy.world} ranks")
     ranks = torch.tensor(order).view([getattr(strategy, axis) for axis in AXES])
-    for dim, axis in enumerate(AXES):
+    for name, parts in {**{axis: (axis,) for axis in AXES}, **_MADE}.items():
         # Process groups number their members in ascending order; a mesh that did not would disagree with them.
-        if bool((ranks.diff(dim=dim) < 0).any()):
-            raise ValueError(f"placement {order} has ranks in descending order along {axis}; list them ascending")
+        first = AXES.index(parts[0])
+        if bool((ranks.flatten(first, first + len(parts) - 1).diff(dim=first) < 0).any()):
+            raise ValueError(f"placement {order} has ranks in descending order along {name}; list them ascending")
     axes = DeviceMesh(device_type, ranks, mesh_dim_names=AXES)
     return Mesh(
         axes,
-        data=flatten(axes, ("replicate", "shard"), "data"),
-        loss=flatten(axes, ("replicate", "shard", "cp"), "loss"),
-        state=flatten(axes, ("shard", "cp"), "state"),
+        **{name: flatten(axes, parts, name) for name, parts in _MADE.items()},
         experts=_experts(strategy, axes) if strategy.ep > 1 else None,
     )
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from meshwright.errors import ConfigError
 from meshwright.lock import Fence
@@ -126,6 +127,12 @@ def launched_ranks() -> tuple[int, int, int] | None:
             "RANK and WORLD_SIZE are set without MASTER_ADDR and MASTER_PORT; unset them, or start with torchrun"
         )
     return ranks
+
+
+def launcher_store(timeout_s: float) -> Store:
+    """The store that a launcher's variables name; for ranks that talk before they have their numbers."""
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return store
 
 
 def local_ranks(size: int) -> int:

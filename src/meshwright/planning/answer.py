@@ -22,6 +22,7 @@ from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.measured import Measured, operations_of
 from meshwright.planning.measured_links import MeasuredLinks
 from meshwright.planning.narrow import narrower
+from meshwright.planning.placement_words import placement_json
 from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
 from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
 from meshwright.planning.scenario import Layout
@@ -163,6 +164,7 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
         "micro_batch": candidate.micro_batch,
         "gpus": candidate.scenario.cluster.gpus,
         "placement": placed_json(candidate),
+        "links": placement_json(candidate) if finite else None,
         "verdict": memory.verdict,
         "memory": {
             "peak_gib": round(memory.peak / GIB, 3),

@@ -36,9 +36,9 @@ class LayerTimes:
     def __init__(self, scenario: Scenario, operations: Operations) -> None:
         self.scenario, self.operations = scenario, operations
         layout, cluster = scenario.layout, scenario.cluster
-        self.tp_group = group_of(cluster, layout.tp, 1)
-        self.cp_group = group_of(cluster, layout.cp, layout.tp)
-        self.ep_group = group_of(cluster, layout.ep, layout.expert_tp)
+        self.tp_group = group_of(cluster, layout.tp, 1, "tp")
+        self.cp_group = group_of(cluster, layout.cp, layout.tp, "cp")
+        self.ep_group = group_of(cluster, layout.ep, layout.expert_tp, "ep")
         self._layers: dict[tuple[bool, bool], Layer] = {}
         self._head: tuple[float, float, float] | None = None
 

@@ -22,15 +22,17 @@ class Group:
     size: int
     inside: int
     """How many of them share a domain of fast links."""
+    axis: str = ""
+    """What they share, where somebody asks: an axis of the mesh, or one made of several."""
 
     @property
     def domains(self) -> int:
         return -(-self.size // self.inside)
 
 
-def group_of(cluster: Cluster, size: int, stride: int) -> Group:
+def group_of(cluster: Cluster, size: int, stride: int, axis: str = "") -> Group:
     """The group of that many ranks, so far apart."""
-    return Group(size, max(1, min(size, cluster.domain // stride)))
+    return Group(size, max(1, min(size, cluster.domain // stride)), axis)
 
 
 class Links:

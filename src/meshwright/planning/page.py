@@ -7,8 +7,9 @@ from html import escape
 
 from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
+from meshwright.planning.placement_words import placement_text
 from meshwright.planning.question import Candidate
-from meshwright.planning.show import peaks, placement, schedule_spans
+from meshwright.planning.show import peaks, schedule_spans
 from meshwright.planning.state_memory import GIB
 
 COLOURS = ("#4878d0", "#6acc64", "#d65f5f", "#956cb4", "#8c613c", "#dc7ec0", "#797979", "#d5bb67", "#82c6e2", "#ee854a")
@@ -57,7 +58,7 @@ def page(plan: Plan, said: Sequence[str] = ()) -> str:
         drawn = _schedule(best)
         if drawn:
             parts += [f"<h2>Pipeline schedule {escape(best.strategy.schedule)}</h2>", drawn]
-        parts += ["<h2>Placement</h2>", f"<pre>{escape(placement(best))}</pre>"]
+        parts += ["<h2>Placement</h2>", f"<pre>{escape(placement_text(best))}</pre>"]
     parts += ["<h2>Why</h2>", "<ul>", *(f"<li>{escape(line)}</li>" for line in explain(plan)), "</ul>"]
     body = "\n".join(parts)
     return (

@@ -10,7 +10,7 @@ from rich.text import Text
 from meshwright.planning.answer import Plan, origin, peaks_gib
 from meshwright.planning.explain import PARTS, TERMS, explain
 from meshwright.planning.group_times import timer_on
-from meshwright.planning.group_words import placed
+from meshwright.planning.placement_words import placement_text
 from meshwright.planning.question import Candidate
 from meshwright.planning.state_memory import GIB
 from meshwright.schedules import make_program, simulate
@@ -43,7 +43,7 @@ def show(plan: Plan, console: Console) -> None:
             console.print()
             console.print(drawn)
         console.print()
-        console.print(placement(plan.best), highlight=False, markup=False)
+        console.print(placement_text(plan.best), highlight=False, markup=False, soft_wrap=True)
     console.print()
     for line in explain(plan):
         console.print(f"  - {line}", highlight=False, markup=False, soft_wrap=True)
@@ -166,32 +166,3 @@ def schedule_spans(candidate: Candidate) -> list[list[tuple[str, float, float]]]
     program = make_program(strategy.schedule, strategy.pp, micro)
     timeline = simulate(program, lambda action: times.of(action.kind, action.stage), times.transfer)
     return [[(f"{action.kind}{action.micro}", start, stop) for action, start, stop in row] for row in timeline.spans]
-
-
-def placement(candidate: Candidate) -> str:
-    """Where the axes lie: inside a machine or across machines."""
-    strategy, cluster = candidate.strategy, candidate.scenario.cluster
-    reach, lines = 1, []
-    axes = (
-        ("tp", strategy.tp),
-        ("cp", strategy.cp),
-        ("shard", strategy.shard),
-        ("replicate", strategy.replicate),
-        ("pp", strategy.pp),
-    )
-    for axis, degree in axes:
-        if degree > 1:
-            inside = max(1, min(degree, cluster.domain // reach))
-            where = (
-                "within the fast links"
-                if inside >= degree
-                else f"{inside} within the fast links, {degree // inside} across"
-            )
-            if inside == 1:
-                where = "across machines"
-            lines.append(f"  {axis} = {degree}: every {reach} rank{'s' if reach > 1 else ''}, {where}")
-        reach *= degree
-    lines += [f"  {one}" for one in placed(candidate)]
-    if not lines:
-        return "mesh: one rank"
-    return f"mesh on {cluster.nodes} machines of {cluster.node} (domain of {cluster.domain}):\n" + "\n".join(lines)

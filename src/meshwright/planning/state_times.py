@@ -39,8 +39,8 @@ class StateTimes:
     def __init__(self, scenario: Scenario, operations: Operations, elements: Elements | None = None) -> None:
         self.scenario, self.operations = scenario, operations
         layout, cluster = scenario.layout, scenario.cluster
-        self.shard_group = group_of(cluster, layout.shard * layout.cp, layout.tp)
-        self.replicas = group_of(cluster, layout.replicate, layout.tp * layout.cp * layout.shard)
+        self.shard_group = group_of(cluster, layout.shard * layout.cp, layout.tp, "state")
+        self.replicas = group_of(cluster, layout.replicate, layout.tp * layout.cp * layout.shard, "replicate")
         self._elements: Elements = {} if elements is None else elements
 
     def like(self, scenario: Scenario) -> StateTimes:
@@ -68,7 +68,7 @@ class StateTimes:
         if experts:
             # With their padding.
             experts *= self.scenario.expert_share * layout.expert_state_ranks
-            group = Group(layout.expert_state_ranks, 1) if layout.expert_state_ranks > 1 else Group(1, 1)
+            group = Group(layout.expert_state_ranks, 1, "expert_state")
             gather += units * links.unit(group, experts * software.gather_bytes / units)
             scatter += units * links.unit(group, experts * software.reduce_bytes / units, "reduce_scatter")
         # The first layer's gather and the last one's scatter have nothing to hide behind.
@@ -129,7 +129,7 @@ class StateTimes:
             reduce = links.all_reduce(self.replicas, plain * software.reduce_bytes / layout.state_ranks)
         else:
             gradients = plain * software.reduce_bytes
-            whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp)
+            whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp, "loss")
             if layout.compress != NONE:
                 reduce = self._compressed(whole, plain)
             elif layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
@@ -141,7 +141,8 @@ class StateTimes:
             if layout.zero:
                 gather = links.half(self.shard_group, plain * software.gather_bytes)
             if experts:
-                group = Group(max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp)), 1)
+                holders = max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp))
+                group = Group(holders, 1, "copies")
                 reduce += links.half(group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
                 gather += links.half(group, experts * software.gather_bytes) if layout.zero else 0.0
         edge = 1 / max(2, sum(len(stage.layers) for stage in self.scenario.stages if stage.rank == slowest))

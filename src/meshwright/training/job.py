@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.axis_order import Order, parse_order
 from meshwright.config import DataSection, ObserveSection, RunConfig
 from meshwright.data.batch_schedule import BatchSchedule
 from meshwright.data.prepare import prepare
@@ -41,6 +42,8 @@ class Job:
     sampler: Sampler
     tokenizer: Tokenizer
     folder: RunFolder
+    order: Order
+    """Of the strategy's axes over the ranks."""
 
 
 def make_job(config: RunConfig, world: int) -> Job:
@@ -49,6 +52,7 @@ def make_job(config: RunConfig, world: int) -> Job:
     spec = model_spec(config)
     strategy.check(spec, world, config.data.sequence_length, config.train.optimizer)
     travel_of(config, strategy)
+    order = parse_order(config.parallel.placement, strategy)
     if config.data.sequence_length > spec.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length={config.data.sequence_length} is more than the model's "
@@ -75,7 +79,7 @@ def make_job(config: RunConfig, world: int) -> Job:
         validation_fraction=config.data.validation,
         vocab_size=spec.vocab_size,
     )
-    return Job(strategy, spec, batches, sampler, tokenizer, folder)
+    return Job(strategy, spec, batches, sampler, tokenizer, folder, order)
 
 
 def _check_exporters(observe: ObserveSection) -> None:

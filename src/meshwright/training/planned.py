@@ -108,11 +108,12 @@ def agree(config: RunConfig, world: World) -> Planned:
     return found or Planned(with_choice(config, strategy, micro_batch), config, world.size, world.local)
 
 
-def with_choice(config: RunConfig, strategy: str, micro_batch: int | None) -> RunConfig:
-    """A configuration with another strategy and micro-batch."""
+def with_choice(config: RunConfig, strategy: str, micro_batch: int | None, placement: str | None = None) -> RunConfig:
+    """A configuration with another strategy and micro-batch, and perhaps another order of axes."""
+    parallel = {"strategy": strategy} | ({} if placement is None else {"placement": placement})
     return config.model_copy(
         update={
-            "parallel": config.parallel.model_copy(update={"strategy": strategy}),
+            "parallel": config.parallel.model_copy(update=parallel),
             "train": config.train.model_copy(update={"micro_batch": micro_batch}),
         }
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from meshwright.checkpoint.training_state import parts_of
 from meshwright.errors import ExitCode, UserError
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.world import World
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
@@ -57,10 +58,15 @@ class Difference:
 class ReplicaCheck:
     """Compares what ranks hold alike; knows from the first time on who holds what."""
 
-    def __init__(self, world: World, tp: int = 1) -> None:
-        """Of `tp` neighbouring ranks each holds another part of split matrices."""
+    def __init__(self, world: World, mesh: Mesh | None = None) -> None:
+        """Of the ranks along `tp` of a mesh each holds another part of split matrices."""
         self.world = world
-        self._tp = tp
+        tp = torch.zeros(world.size, dtype=torch.int64)
+        if mesh is not None:
+            ranks = mesh.axes.mesh
+            tp[ranks] = torch.arange(ranks.shape[-1]).expand_as(ranks)
+        self._tp: list[int] = tp.tolist()
+        """The place of each rank along tp."""
         self._layout = ""
         self._kept: list[int] = []
         self._factors = torch.zeros(0, dtype=torch.int64)
@@ -126,8 +132,8 @@ class ReplicaCheck:
                 majority = count * 2 > len(totals)
                 odd = tuple(rank for rank, total in totals.items() if not majority or total != common)
                 # Those at the same place among their neighbours are added up by the same sums, bit for bit.
-                alike = {rank % self._tp: total for rank, total in totals.items()}
-                over_tp = self._tp > 1 and all(alike[rank % self._tp] == total for rank, total in totals.items())
+                alike = {self._tp[rank]: total for rank, total in totals.items()}
+                over_tp = max(self._tp) > 0 and all(alike[self._tp[rank]] == total for rank, total in totals.items())
                 found.append(Difference(name, tuple(totals), odd, tuple(hosts[rank] for rank in odd), over_tp))
         return found
 
@@ -155,7 +161,7 @@ class CheckReplicas(Hook):
         saving = trainer.finished or trainer.stopping or (saves and trainer.step % saves == 0)
         if not saving and trainer.step % elastic.check_replicas_every:
             return
-        self.check = self.check or ReplicaCheck(trainer.world, trainer.job.strategy.tp)
+        self.check = self.check or ReplicaCheck(trainer.world, trainer.one_step.mesh)
         found = self.check(trainer.model, trainer.optimizer)
         if not found:
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from meshwright.axis_order import parse_order, ranks_in_mesh_order
 from meshwright.config import RunConfig
 from meshwright.errors import ExitCode, UserError
 from meshwright.models.cross_entropy import IGNORED
@@ -52,7 +53,8 @@ class TrainingStep:
         self._end_token = end_token if config.data.mask_documents else None
         self.world = world
         self.strategy = strategy
-        self.mesh = make_mesh(strategy, world.device.type) if world.size > 1 else None
+        placement = ranks_in_mesh_order(parse_order(config.parallel.placement, strategy), strategy)
+        self.mesh = make_mesh(strategy, world.device.type, placement) if world.size > 1 else None
         self.compiled = compiles(config.train.compile, strategy, world.device)
         if self.compiled and world.device.type == "cuda":
             start_compiler_processes()
