@@ -69,6 +69,9 @@ class _Counting(Operations):
     def attend(self, work: Work, own: float) -> tuple[float, float]:
         return 0.0, 0.0
 
+    def compress(self, gradients: float, kind: str) -> float:
+        return 0.0
+
 
 def axis_traffic(scenario: Scenario, constants: Constants) -> list[AxisTraffic]:
     """What is sent over each axis, by the pipeline rank that sends most; the axes with the tightest groups first."""

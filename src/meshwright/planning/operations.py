@@ -20,6 +20,8 @@ OWN_ADAM_BYTES = 32
 """The same of our own kernel: two moments, gradient and weight, and the gradient once more for the norm."""
 LOGIT_BYTES, OWN_LOGIT_BYTES = 16, 6
 """Read and written for each logit by the loss, forward and backward: in float32; overwritten where it is."""
+COMPRESSED_BYTES = {"fp16": 20.0, "bf16": 12.0, "int8": 60.0, "powersgd": 60.0, "topk": 120.0}
+"""Read and written for each gradient to make it smaller and large again, as far as time goes; seen on CPU cores."""
 CPU_LAYER_S = 0.001
 """Least time for a layer's forward pass on a CPU where nothing was measured."""
 
@@ -122,6 +124,10 @@ class Operations:
         if self.software.update and not self.on_cpu:
             return parameters * OWN_ADAM_BYTES / (self.bandwidth * self.software.update)
         return parameters * ADAM_BYTES / self.memory
+
+    def compress(self, gradients: float, kind: str) -> float:
+        """Seconds in which so many gradients are made smaller for their way and large again."""
+        return gradients * COMPRESSED_BYTES[kind] / self.memory
 
     def loss(self, logits: float, split: bool) -> float:
         """Seconds in which the loss reads and writes so many logits; ranks that split them agree in between."""

@@ -21,9 +21,6 @@ HOST_ADAM = 12e9
 """Bytes of parameters and moments that the host cores of one rank update in a second."""
 OFFLOAD_S = (4 + 4) / HOST_LINK + 16 / HOST_ADAM
 """Seconds for each parameter that is updated in host memory."""
-COMPRESSED_BYTES = {"fp16": 20.0, "bf16": 12.0, "int8": 60.0, "powersgd": 60.0, "topk": 120.0}
-"""Read and written for each gradient to make it smaller and back, as far as its time goes; fitted on CPU cores."""
-
 Elements = dict[tuple[str, str], list[tuple[float, float]]]
 """By schedule and layer split: elements of each pipeline rank before sharding, plain ones and dealt-out experts."""
 
@@ -152,8 +149,8 @@ class StateTimes:
         """Seconds in which compressed gradients are summed: an all-reduce that sends as much, and what is computed."""
         compression, ranks = self.scenario.layout.compression, group.size
         sent = compression.sent(list(shapes_of(self.scenario.spec).values()), ranks)
-        computed = elements * COMPRESSED_BYTES[compression.kind] / self.operations.memory
-        return self.operations.links.all_reduce(group, sent * ranks / (2 * (ranks - 1))) + computed
+        summed = self.operations.links.all_reduce(group, sent * ranks / (2 * (ranks - 1)))
+        return summed + self.operations.compress(elements, compression.kind)
 
     def update(self, ranks: Collection[int] | None = None) -> tuple[float, float]:
         """Seconds of the optimizer's step of the fullest of these pipeline ranks, on the chip and in host memory."""
