@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-KINDS = ("fp16", "bf16", "int8", "powersgd:4@250", "topk:0.01@350")
+KINDS = ("fp16", "bf16", "int8", "powersgd:8@250", "topk:0.01@350")
 
 
 def train(kind: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class Hosts:
             self._shape(self.space("net"), end, mbit)
 
     def _shape(self, space: str, device: str, mbit: float) -> None:
-        shape = ["root", "tbf", "rate", f"{mbit:g}mbit", "burst", "64kb", "latency", "200ms"]
+        # With a burst below the size of a large packet the kernel cuts each one up, which takes half a core.
+        shape = ["root", "tbf", "rate", f"{mbit:g}mbit", "burst", "256kb", "latency", "200ms"]
         subprocess.run(["tc", "-n", space, "qdisc", "replace", "dev", device, *shape], check=True, capture_output=True)
 
     def cut(self, name: str) -> None:
