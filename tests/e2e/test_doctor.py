@@ -92,7 +92,9 @@ def test_what_was_calibrated_is_shown(tmp_path: Path) -> None:
         "flat = {'float32': ((128.0, 1e12),)}\n"
         "speeds = Speeds(2, rows, flat, flat, 3e11, {'float32': 1.0}, (0.0, 0.0), (0.0, 0.0), 0.0, 0.0, 0.0,\n"
         "    {'all_reduce': {'2': ((1024.0, 1e-4), (4194304.0, 4e-3))}}, {})\n"
-        "write_calibration(Calibration('here', 'cpu', '2.13.0', '2026-01-02', {2: speeds}))\n"
+        "from meshwright.cluster.link_lines import LinkLine\n"
+        "line = LinkLine('all_gather', 'dp', 4, 2, 2, 'gloo', 3e-4, 2e8, '2.13.0', '2026-01-03')\n"
+        "write_calibration(Calibration('here', 'cpu', '2.13.0', '2026-01-02', {2: speeds}, (line,)))\n"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
@@ -101,6 +103,8 @@ def test_what_was_calibrated_is_shown(tmp_path: Path) -> None:
     assert "calibrated on here, 2026-01-02, torch 2.13.0" in flat
     assert "float32 2.5 TFLOP/s; memory 300 GB/s" in flat
     assert "all_reduce of 2 4 MiB in 4 ms, 1.05 GB/s" in flat
+    assert "all_gather of 4 on 2 machines 300 us, 0.2 GB/s on the bus (gloo, dp, 2026-01-03)" in flat
+    assert "links by themselves" not in flat
     for path in tmp_path.rglob("calibration-*"):
         path.write_text("{")
     assert "is damaged" in " ".join(doctor("--topology", XDG_CACHE_HOME=str(tmp_path)).stdout.split())

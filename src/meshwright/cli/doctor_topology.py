@@ -50,7 +50,11 @@ def as_json(hardware: Hardware) -> dict[str, Any]:
         name: {gpu.address: _between(hardware, address, gpu) for gpu in hardware.gpus if gpu.address != address}
         for address, name in addresses.items()
     }
-    calibrations = [{"chip": one.chip, "when": one.when, "torch": one.torch} for one, _ in _calibrations() if one]
+    calibrations = [
+        {"chip": one.chip, "when": one.when, "torch": one.torch, "links": [asdict(line) for line in one.lines]}
+        for one, _ in _calibrations()
+        if one
+    ]
     return {**asdict(hardware), "nodes": nodes(), "distances": between, "calibrations": calibrations}
 
 
@@ -205,7 +209,7 @@ def _network(out: Console, hardware: Hardware) -> None:
 
 
 def _calibrations() -> list[tuple[Calibration | None, str]]:
-    """What `meshwright plan --calibrate` left here, by chip; or why a file is not used."""
+    """What `meshwright plan --calibrate` and `bench comm` left here, by chip; or why a file is not used."""
     before = calibration_file("").stem
     chips = sorted(path.stem.removeprefix(before) for path in cache_folder().glob(f"{glob.escape(before)}*.json"))
     found = [read_calibration(chip) for chip in chips]
@@ -223,11 +227,12 @@ def _measured(out: Console) -> None:
     if not any(calibration for calibration, _ in found):
         advice = "speeds and collectives: `meshwright plan --calibrate`, in under two minutes"
         out.print(indented(Text(f"nothing yet. {advice}")))
-    out.print(indented(Text("links by themselves: `meshwright bench comm`, also over several machines")))
+    if not any(calibration and calibration.lines for calibration, _ in found):
+        out.print(indented(Text("links by themselves: `meshwright bench comm`, also over several machines")))
 
 
 def measured_rows(calibration: Calibration) -> list[tuple[str, str]]:
-    """The most that was reached: products, memory, collectives at their largest size."""
+    """The most that was reached: products, memory, collectives at their largest size; and what links were measured."""
     rows = []
     for ranks, speeds in sorted(calibration.crowds.items()):
         best = [f"{dtype} {max(row[-1] for row in points) / 1e12:.3g}" for dtype, points in speeds.products.items()]
@@ -239,4 +244,10 @@ def measured_rows(calibration: Calibration) -> list[tuple[str, str]]:
                 if seconds > 0:
                     shown = f"{largest / 2**20:.3g} MiB in {seconds * 1e3:.3g} ms, {largest / seconds / 1e9:.3g} GB/s"
                     rows.append((f"  {kind} of {size}", shown))
+    for line in calibration.lines:
+        among = (
+            f"{line.ranks}" if line.inside == line.ranks else f"{line.ranks} on {line.ranks // line.inside} machines"
+        )
+        reached = f"{line.latency_s * 1e6:.3g} us, {line.bandwidth / 1e9:.3g} GB/s on the bus"
+        rows.append((f"{line.operation} of {among}", f"{reached} ({line.backend}, {line.axis}, {line.when[:10]})"))
     return rows
