@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch._C._autograd import DeviceType, _profiler_enabled
+from torch._C._profiler import _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -56,6 +57,7 @@ __all__ = [
     "parameters_of",
     "prepare_compiler",
     "profiled_events",
+    "profiling_all_threads",
     "reduce_gradients",
     "reduce_scatter",
     "replicate",
@@ -177,6 +179,11 @@ _RECORDERS = [getattr(c10d, name) for name in ("_dump_fr_trace_json", "_dump_ncc
 def flight_records(with_entries: bool) -> list[dict[str, Any]]:
     """What torch's recorders of collectives know: `pg_status` of each group and, where wanted, the last `entries`."""
     return [json.loads(dump(includeCollectives=with_entries)) for dump in _RECORDERS]
+
+
+def profiling_all_threads() -> Any:
+    """What makes a profiler see all threads, not only the one that starts it."""
+    return _ExperimentalConfig(profile_all_threads=True)
 
 
 def profiled_events(profile: torch.profiler.profile) -> list[Any]:

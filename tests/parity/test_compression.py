@@ -217,3 +217,19 @@ def test_a_run_that_sends_all_says_what_it_leaves_out(pool: RankPool, corpus: Pa
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "unsent_dropped"] == [3]
     assert CheckpointReader(folder / "checkpoints" / "step-000006").manifest.step == 6
+
+
+@pytest.mark.parametrize(
+    ("strategy", "setting", "seen"),
+    [
+        ("dp=2 compress=int8", "comm.bucket_mb=1", {"all_to_all", "all_gather"}),
+        ("dp=2", "comm.allreduce=ring", {"receive"}),
+    ],
+)
+def test_profiles_see_what_a_thread_of_its_own_sends(
+    strategy: str, setting: str, seen: set[str], pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    pool.run(train, 2, settings_of(tmp_path, corpus, strategy, setting, "observe.profile_every=3"))
+    lines = [json.loads(line) for line in (tmp_path / "ranks" / "00001.jsonl").read_text().splitlines()]
+    rows = [row for line in lines if line["kind"] == "collectives" for row in line["rows"]]
+    assert seen <= {row["operation"] for row in rows if row["group"] == "dp" and row["bytes"] > 1000}

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.comm.travel import BACKEND
 from meshwright.observe.breakdown import Breakdown, Step, break_down
 from meshwright.observe.collective_rows import rows
 from meshwright.observe.host_phases import Phases
@@ -62,7 +63,8 @@ class Profiling:
             return
         self._phases.begin_timeline()
         try:
-            profile = StepProfile(trainer.world.device, *_groups(trainer))
+            beside = trainer.one_step.parallel.sums_beside
+            profile = StepProfile(trainer.world.device, *_groups(trainer), all_threads=beside)
             self._pulse.waits = []
             profile.start()
         except Exception as error:
@@ -120,6 +122,7 @@ def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
     """The process groups of this rank by torch's names of them, and the one in which messages go from rank to rank."""
     mesh, strategy = trainer.one_step.mesh, trainer.job.strategy
     axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
+    axes += ["dp"] if trainer.one_step.parallel.travel.all_reduce != BACKEND else []
     transfers = Group(" or ".join(axes), 2) if axes else None
     if mesh is None:
         return {}, transfers

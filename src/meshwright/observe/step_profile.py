@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from meshwright.observe.breakdown import Interval, subtract, union
 from meshwright.observe.collective_rows import Collective
 from meshwright.observe.issued import OPERATIONS, Call, Group, Ran, as_sizes, calls, match
-from meshwright.torch_private import flight_records, is_on_gpu, profiled_events
+from meshwright.torch_private import flight_records, is_on_gpu, profiled_events, profiling_all_threads
 
 _MARK = "meshwright profile"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
@@ -38,15 +38,22 @@ class Seen:
 class StepProfile:
     """A profile of what runs between `start` and `stop`."""
 
-    def __init__(self, device: torch.device, groups: Mapping[str, Group], transfers: Group | None) -> None:
-        """`groups` by torch's names of them; `transfers` is that of messages from rank to rank, where there are any."""
+    def __init__(
+        self, device: torch.device, groups: Mapping[str, Group], transfers: Group | None, all_threads: bool = False
+    ) -> None:
+        """`groups` by torch's names of them; `transfers` is that of messages from rank to rank, where there are any;
+        `all_threads`: whether threads of ours call collectives, too."""
         self._groups, self._transfers = groups, transfers
         self._on_gpu = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         # Read when the profiler starts for the first time, which else tells of each of its starts.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         # Messages from rank to rank are in no recorder of gloo's; else shapes would only triple the cost.
-        self._profile = profile(activities=activities, record_shapes=transfers is not None)
+        self._profile = profile(
+            activities=activities,
+            record_shapes=transfers is not None,
+            experimental_config=profiling_all_threads() if all_threads else None,
+        )
         self._begin = 0.0
 
     def start(self) -> None:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.comm.compression import ring
+from meshwright.comm.compression import NONE, ring
 from meshwright.comm.compressors import Compressor
-from meshwright.comm.travel import Travel
+from meshwright.comm.travel import BACKEND, Travel
 from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.parts import whole
@@ -172,6 +172,11 @@ class Parallel:
             data.accumulate(self.module, self.strategy.zero)
             self.last_step = self.pipeline.forward_backward(batches, loss, self.pulse)
             data.reduce(self.module)
+
+    @property
+    def sums_beside(self) -> bool:
+        """Whether a thread of its own sums gradients while the backward pass goes on."""
+        return self.mesh is not None and (self.strategy.compress != NONE or self.travel.all_reduce != BACKEND)
 
     def sent_bytes(self) -> tuple[int, int] | None:
         """Bytes of compressed gradients that this rank has sent since the last question, and what it would send without
