@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -233,3 +234,39 @@ def test_profiles_see_what_a_thread_of_its_own_sends(
     lines = [json.loads(line) for line in (tmp_path / "ranks" / "00001.jsonl").read_text().splitlines()]
     rows = [row for line in lines if line["kind"] == "collectives" for row in line["rows"]]
     assert seen <= {row["operation"] for row in rows if row["group"] == "dp" and row["bytes"] > 1000}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "powersgd:2", "topk:0.2"])
+def test_narrow_weights_learn_with_it(kind: str, pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    narrow = ["train.precision=bf16", "precision.stored=bf16", "comm.compress_after=1", "train.lr=0.003"]
+    pool.run(train, 2, settings_of(tmp_path, corpus, f"dp=2 compress={kind}", *narrow, "train.steps=12"))
+    found = losses(tmp_path)
+    assert found[12] < found[1] - 0.1
+
+
+LEARNING = ["train.steps=60", "train.lr=0.01", "train.warmup_steps=5", "checkpoint.every=0", "observe.profile_every=0"]
+
+
+def last_loss(folder: Path) -> float:
+    """The mean of the last steps."""
+    return fmean(list(losses(folder).values())[-10:])
+
+
+@pytest.fixture(scope="module")
+def uncompressed(pool: RankPool, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    folder = tmp_path_factory.mktemp("uncompressed")
+    pool.run(train, 2, settings_of(folder, corpus, "dp=2", *LEARNING))
+    first = losses(folder)[1]
+    assert last_loss(folder) < 0.7 * first
+    return last_loss(folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "after"), [("fp16", 0), ("bf16", 0), ("int8", 0), ("powersgd:4", 40), ("topk:0.05", 40)]
+)
+def test_the_loss_ends_within_two_percent(
+    kind: str, after: int, uncompressed: float, pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    compressed = [f"comm.compress_after={after}", *LEARNING]
+    pool.run(train, 2, settings_of(tmp_path, corpus, f"dp=2 compress={kind}", *compressed))
+    assert last_loss(tmp_path) == pytest.approx(uncompressed, rel=0.02)

@@ -41,8 +41,9 @@ class Bucket:
 class Compressor(ABC):
     """One kind of compression on one rank."""
 
-    def __init__(self, how: Compression, group: dist.ProcessGroup, total: Sum) -> None:
+    def __init__(self, how: Compression, group: dist.ProcessGroup, total: Sum, dtype: torch.dtype) -> None:
         self.how, self.group, self._total = how, group, total
+        self._dtype = dtype
         self.waits = False
         """Whether gradients still travel as they are."""
         self.sent = 0
@@ -55,7 +56,9 @@ class Compressor(ABC):
     def __call__(self, bucket: Bucket) -> None:
         """Put the sum over ranks in the place of the bucket's gradients."""
         if self.waits:
-            self.sum(bucket.flat)
+            sent = bucket.flat.to(self._dtype)
+            self.sum(sent)
+            bucket.flat.copy_(sent)
         else:
             self.reduce(bucket)
 
@@ -252,6 +255,9 @@ KINDS: Mapping[str, type[Compressor]] = {
 }  # fmt: skip
 
 
-def compressor(how: Compression, group: dist.ProcessGroup, total: Sum) -> Compressor:
-    """The compressor of a kind, for the ranks of a group, which sums tensors with `total`."""
-    return KINDS[how.kind](how, group, total)
+def compressor(
+    how: Compression, group: dist.ProcessGroup, total: Sum, dtype: torch.dtype = torch.float32
+) -> Compressor:
+    """The compressor of a kind, for the ranks of a group, which sums tensors with `total`; in `dtype` as long as it
+    waits."""
+    return KINDS[how.kind](how, group, total, dtype)

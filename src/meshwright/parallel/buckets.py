@@ -44,7 +44,7 @@ def carry(
     own = group_of(dist.get_process_group_ranks(group))
     names: dict[Tensor, str] = {parameter: name for name, parameter in replica.module.named_parameters()}
     total = _sum_over(own, travel)
-    compressing = None if compression.kind == NONE else compressor(compression, own, total)
+    compressing = None if compression.kind == NONE else compressor(compression, own, total, dtype)
     reduce = compressing or _InDtype(total, dtype)
     replica.register_comm_hook(_InTurn(reduce, names, scale), _reduce_in_turn)
     return compressing
