@@ -2,8 +2,10 @@
 
 The processes are forked from the one that collected the tests, and none has a second thread: ranks are forked from
 them in turn, which a thread would forbid. They take small pieces of the list of tests, the first process from its
-front and the second from its back: trainings, which mostly wait, run beside tests that compute. A test marked `alone`
-measures time: those run last, when the others have ended.
+front and the second from its back: trainings, which mostly wait, run beside tests that compute. Those in tests/parity
+come last and so first from the back, and the first process leaves them alone: threads that other tests leave behind
+(pyarrow's, pools of libraries) would be in their way. A test marked `alone` measures time: those run at the end, when
+the others have ended.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class SideBySide:
             return None
         alone = [item for item in session.items if item.get_closest_marker("alone")]
         beside = [item for item in session.items if not item.get_closest_marker("alone")]
+        beside.sort(key=forks_ranks)
         # Made here, it is removed with this process's.
         session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
         self._run(session, pieces_of(beside))
@@ -98,8 +101,8 @@ class SideBySide:
                         del workers[worker.pipe]
                         continue
                     if kind == "next":
-                        stop = not waiting or session.shouldfail or session.shouldstop
-                        index = None if stop else waiting.pop() if worker.from_the_back else waiting.popleft()
+                        stop = session.shouldfail or session.shouldstop
+                        index = None if stop else _next_piece(waiting, pieces, worker.from_the_back)
                         worker.taken |= {} if index is None else {item.nodeid: item for item in pieces[index]}
                         worker.pipe.send(index)
                     elif kind == "done":
@@ -116,6 +119,20 @@ class SideBySide:
                 os.waitpid(worker.pid, 0)
         if waiting and not session.shouldfail and not session.shouldstop:
             raise session.Interrupted("no process is left to run the other tests")
+
+
+def forks_ranks(item: pytest.Item) -> bool:
+    """Whether a test forks ranks from its own process."""
+    return "parity" in item.path.parts
+
+
+def _next_piece(waiting: deque[int], pieces: list[Piece], from_the_back: bool) -> int | None:
+    """Take the number of a worker's next piece; None where nothing is left for it."""
+    if not waiting:
+        return None
+    if from_the_back:
+        return waiting.pop()
+    return None if forks_ranks(pieces[waiting[0]][0]) else waiting.popleft()
 
 
 def _stop_if_asked(session: pytest.Session) -> None:

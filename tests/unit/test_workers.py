@@ -102,3 +102,28 @@ def test_interrupted_it_leaves_no_process_even_where_a_test_takes_the_signal(tmp
             with suppress(psutil.NoSuchProcess):
                 worker.kill()
     assert len(ran(tmp_path)) < 30
+
+
+FORKING = """
+import json, os, time, pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_forking(number):
+    began = time.monotonic()
+    time.sleep(0.02)
+    with open("log", "a") as file:
+        file.write(json.dumps([f"test_forking[{number}]", os.getpid(), began, time.monotonic()]) + "\\n")
+"""
+
+
+def test_tests_that_fork_ranks_run_in_one_process_before_all_others_of_it(tmp_path: Path) -> None:
+    (tmp_path / "parity").mkdir()
+    (tmp_path / "parity" / "test_forking.py").write_text(FORKING)
+    process = start(tmp_path)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "52 passed" in said
+    forking = [line for line in ran(tmp_path) if "forking" in line[0]]
+    (pid,) = {line[1] for line in forking}
+    others = [line for line in ran(tmp_path) if line[1] == pid and "forking" not in line[0]]
+    assert all(line[2] > max(one[3] for one in forking) for line in others)
