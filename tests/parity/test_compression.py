@@ -270,3 +270,16 @@ def test_the_loss_ends_within_two_percent(
     compressed = [f"comm.compress_after={after}", *LEARNING]
     pool.run(train, 2, settings_of(tmp_path, corpus, f"dp=2 compress={kind}", *compressed))
     assert last_loss(tmp_path) == pytest.approx(uncompressed, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["powersgd:2", "topk:0.05"])
+def test_a_step_that_was_skipped_as_a_spike_does_not_come_back(
+    kind: str, pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    guarded = ["elastic.spike=20", "elastic.spike_policy=skip", "elastic.spike_window=16", "train.steps=30"]
+    settings = settings_of(tmp_path, corpus, f"dp=2 compress={kind}", *guarded)
+    pool.run(train, 2, settings, "step=25,phase=forward,kind=spike:1000")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    norms = {line["step"]: line["grad_norm"] for line in lines}
+    assert [line["step"] for line in lines if line.get("skipped")] == [25]
+    assert max(norms[step] for step in range(26, 31)) < 5 * max(norms[step] for step in range(20, 25))

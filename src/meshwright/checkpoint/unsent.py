@@ -41,6 +41,8 @@ def check_unsent(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> Non
     for name, entry in manifest.tensors.items():
         kind, _, parameter = name.partition(".")
         shape = tuple(shapes.get(parameter, ()))
+        if kind in (UNSENT, BASIS) and entry.dtype not in ("float32", "float64"):
+            raise CheckpointError(f"the checkpoint's {name} is {entry.dtype}, and gradients are float32 or float64")
         if (kind == UNSENT and (parameter not in shapes or entry.shape[1:] != shape)) or (
             kind == BASIS and not (len(shape) > 1 and entry.shape[:1] == (prod(shape[1:]),) and len(entry.shape) == 2)
         ):
@@ -54,14 +56,17 @@ def restore_unsent(reader: CheckpointReader, model: nn.Module, compressor: Compr
         return any(name.startswith(f"{UNSENT}.") for name in tensors)
     compressor.unsent.clear()
     compressor.bases.clear()
+    lost = False
     for name, parameter in model.named_parameters():
         unsent, basis = f"{UNSENT}.{name}", f"{BASIS}.{name}"
-        if unsent in tensors:
+        if unsent in tensors and compressor.remembers(parameter.shape):
             compressor.unsent[name] = _unsent(reader, unsent, parameter, compressor)
+        elif unsent in tensors:
+            lost = True
         # One of another number of columns is of no use: a new one is found in a few steps.
         if basis in tensors and tensors[basis].shape[1] == compressor.how.columns:
             compressor.bases[name] = load_one(reader, basis).to(parameter.device)
-    return False
+    return lost
 
 
 def _unsent(reader: CheckpointReader, name: str, parameter: nn.Parameter, compressor: Compressor) -> Tensor:

@@ -86,6 +86,15 @@ class Compressor(ABC):
         self.sent += rows.nbytes // len(rows) * (len(rows) - 1)
         return incoming
 
+    def forget(self) -> None:
+        """Drop what was not sent: after a step that is not learned from, part of what is there is that step's."""
+        for rest in self.unsent.values():
+            rest.zero_()
+
+    def remembers(self, shape: Sequence[int]) -> bool:
+        """Whether something of a parameter of that shape may be left over."""
+        return self.how.kind == "topk" or self.how.factored(shape) is not None
+
     def _room(self, bucket: Bucket) -> list[Tensor]:
         """What was not sent of a bucket's gradients; nothing at first."""
         for name, gradient in zip(bucket.names, bucket.gradients, strict=True):
@@ -196,7 +205,7 @@ class PowerSgd(Compressor):
 
     def reduce(self, bucket: Bucket) -> None:
         kept = [self.how.factored(gradient.shape) is not None for gradient in bucket.gradients]
-        plain = [one.reshape(-1) for one, factored in zip(bucket.gradients, kept, strict=True) if not factored]
+        plain = [one for one, factored in zip(bucket.gradients, kept, strict=True) if not factored]
         chosen = [index for index, factored in enumerate(kept) if factored]
         matrices_only = Bucket(
             bucket.flat, [bucket.gradients[index] for index in chosen], [bucket.names[index] for index in chosen]

@@ -84,9 +84,10 @@ def _tried(question: Question, candidate: Candidate) -> Iterator[tuple[str, Stra
     many = strategy.dp * strategy.cp > 1
     for zero in range(strategy.zero + 1, 4):
         if many:
-            sharded = replace(strategy, zero=zero, shard=strategy.dp, replicate=1)
+            sharded = replace(strategy, zero=zero, shard=strategy.dp, replicate=1, compress="none")
+            whole = "" if strategy.compress == "none" else f" and drop compress={strategy.compress}"
             yield (
-                f"shard {('', 'optimizer state', 'gradients too', 'parameters too')[zero]} (zero={zero})",
+                f"shard {('', 'optimizer state', 'gradients too', 'parameters too')[zero]} (zero={zero}){whole}",
                 sharded,
                 micro_batch,
             )

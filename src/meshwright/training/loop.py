@@ -247,8 +247,8 @@ class TrainingLoop:
         restore(reader, self.model, self.optimizer)
         if restore_unsent(reader, self.model, self.one_step.parallel.compressor) and self.world.is_first:
             text = (
-                f"the checkpoint of step {manifest.step} has gradients that were not sent yet, and "
-                f"{self.job.strategy} sends all of them: they are left out"
+                f"the checkpoint of step {manifest.step} has gradients that were not sent yet, and with "
+                f"{self.job.strategy} nobody would send them: they are left out"
             )
             self.job.folder.event("unsent_dropped", step=manifest.step, error=text)
             print(f"meshwright: {text}", file=sys.stderr, flush=True)

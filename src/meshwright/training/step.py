@@ -146,6 +146,8 @@ class TrainingStep:
         # A smaller scale answers gradients that overflow; a loss that does has nothing to do with it.
         overflows = math.isfinite(mean_loss) and not self.loss_scale.accept(norms) and not exhausted
         verdict = Verdict(learn=False) if overflows else self.guard.judge(mean_loss, norms)
+        if not verdict.learn and self.parallel.compressor is not None:
+            self.parallel.compressor.forget()
         if verdict.nonfinite and self.config.elastic.nonfinite == "stop":
             raise TrainingError(self._explain_divergence(metrics))
         if not at_once:
