@@ -11,7 +11,7 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint const
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
-	@echo "make test-fast  without the tests that take long: seven minutes on two cores"
+	@echo "make test-fast  without the tests that take long"
 	@echo "make test-gpu   strategies on a GPU's kernels, up to four ranks on one card; make test leaves them out"
 	@echo "make chaos      every fault that the tests know, the long ones too, and 200 kills at random moments"
 	@echo "make fuzz       random models under random strategies against one process, until stopped"

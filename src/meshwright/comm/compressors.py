@@ -38,6 +38,13 @@ class Bucket:
     names: Sequence[str]
 
 
+def sum_in(dtype: torch.dtype, flat: Tensor, total: Sum) -> None:
+    """Put the sum over ranks, made in a dtype that gradients may not have, in the place of gradients."""
+    sent = flat.to(dtype)
+    total(sent)
+    flat.copy_(sent)
+
+
 class Compressor(ABC):
     """One kind of compression on one rank."""
 
@@ -56,9 +63,7 @@ class Compressor(ABC):
     def __call__(self, bucket: Bucket) -> None:
         """Put the sum over ranks in the place of the bucket's gradients."""
         if self.waits:
-            sent = bucket.flat.to(self._dtype)
-            self.sum(sent)
-            bucket.flat.copy_(sent)
+            sum_in(self._dtype, bucket.flat, self.sum)
         else:
             self.reduce(bucket)
 

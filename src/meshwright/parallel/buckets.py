@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm.all_reduce import all_reduce, machines_of
 from meshwright.comm.compression import NONE, Compression
-from meshwright.comm.compressors import Bucket, Compressor, compressor
+from meshwright.comm.compressors import Bucket, Compressor, compressor, sum_in
 from meshwright.comm.travel import BACKEND, Travel
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import GradBucket, group_of
@@ -26,7 +26,7 @@ Reduce = Callable[[Bucket], None]
 """Puts the sum over ranks in the place of a bucket's gradients."""
 
 
-def carry(
+def register(
     replica: DistributedDataParallel,
     group: dist.ProcessGroup,
     travel: Travel,
@@ -45,7 +45,7 @@ def carry(
     names: dict[Tensor, str] = {parameter: name for name, parameter in replica.module.named_parameters()}
     total = _sum_over(own, travel)
     compressing = None if compression.kind == NONE else compressor(compression, own, total, dtype)
-    reduce = compressing or _InDtype(total, dtype)
+    reduce: Reduce = compressing or (lambda bucket: sum_in(dtype, bucket.flat, total))
     replica.register_comm_hook(_InTurn(reduce, names, scale), _reduce_in_turn)
     return compressing
 
@@ -82,19 +82,6 @@ def _reduce(how: _Whole, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         sent.mul_(how.scale)
     work = dist.all_reduce(sent, group=how.group, async_op=True)
     return work.get_future().then(lambda future: held.copy_(future.value()[0]))
-
-
-@dataclass
-class _InDtype:
-    """A sum in a dtype that gradients may not have."""
-
-    total: Callable[[Tensor], None]
-    dtype: torch.dtype
-
-    def __call__(self, bucket: Bucket) -> None:
-        sent = bucket.flat.to(self.dtype)
-        self.total(sent)
-        bucket.flat.copy_(sent)
 
 
 class _InTurn:

@@ -30,7 +30,7 @@ from meshwright.comm.compression import Compression
 from meshwright.comm.compressors import Compressor
 from meshwright.comm.travel import Travel
 from meshwright.models.mixture import mixtures
-from meshwright.parallel.buckets import carry
+from meshwright.parallel import buckets
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, group_for_ddp
@@ -125,7 +125,7 @@ def wrap_ddp(
         **BUFFERS_STAY_LOCAL,
     )
     compression = Compression.parse(strategy.compress)
-    return replica, carry(replica, group, travel, compression, precision, reduction == "mean")
+    return replica, buckets.register(replica, group, travel, compression, precision, reduction == "mean")
 
 
 def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> AbstractContextManager[None]:
