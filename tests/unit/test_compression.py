@@ -7,12 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.checkpoint.format import Manifest, TensorEntry
+from meshwright.checkpoint.unsent import check_unsent
 from meshwright.comm.bandwidth import Line
 from meshwright.comm.bucket_size import LEAST, best_bucket
 from meshwright.comm.compression import Compression, ring
 from meshwright.comm.compressors import KINDS, largest
 from meshwright.config import load_config
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.models.presets import preset
 from meshwright.strategy import COMPRESS, Strategy
 from meshwright.training.travel import travel_of
 
@@ -115,3 +118,26 @@ def test_buckets_follow_from_latency_and_bandwidth() -> None:
     assert best_bucket(40 << 20, Line(1e-9, 1e6)) == LEAST
     assert best_bucket(100, slow) == 100
     assert best_bucket(40 << 20, Line(1e-3, float("inf"))) == 40 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype", "said"),
+    [
+        ("unsent.w", (2, 6, 4), "int64", "is int64"),
+        ("unsent.w", (2, 6, 5), "float32", "fits no parameter"),
+        ("unsent.other", (2, 6, 4), "float32", "fits no parameter"),
+        ("basis.w", (5, 2), "float32", "fits no parameter"),
+        ("basis.v", (6, 2), "float32", "fits no parameter"),
+    ],
+)
+def test_crafted_memories_are_refused(name: str, shape: tuple[int, ...], dtype: str, said: str) -> None:
+    shapes = {"w": (6, 4), "v": (6,)}
+    good = {
+        "unsent.w": TensorEntry(shape=(3, 6, 4), dtype="float32", pieces=()),
+        "basis.w": TensorEntry(shape=(4, 2), dtype="float32", pieces=()),
+    }
+    manifest = Manifest(step=1, position=0, strategy="dp=2", model=preset("tiny"), tensors=good)
+    check_unsent(manifest, shapes)
+    crafted = good | {name: TensorEntry(shape=shape, dtype=dtype, pieces=())}
+    with pytest.raises(CheckpointError, match=said):
+        check_unsent(manifest.model_copy(update={"tensors": crafted}), shapes)

@@ -110,7 +110,7 @@ import json, os, time, pytest
 @pytest.mark.parametrize("number", range(20))
 def test_forking(number):
     began = time.monotonic()
-    time.sleep(0.02)
+    time.sleep(0.1)
     with open("log", "a") as file:
         file.write(json.dumps([f"test_forking[{number}]", os.getpid(), began, time.monotonic()]) + "\\n")
 """
