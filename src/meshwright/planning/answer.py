@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
+from meshwright.comm.compression import NONE
 from meshwright.errors import ConfigError, UserError
 from meshwright.estimate.kept import Kept
 from meshwright.models.hf_config import read_json, read_spec, spec_from_config
@@ -340,7 +341,9 @@ def _known(question: Question) -> list[Candidate]:
                 strategy = Strategy.parse(one.strategy, question.cluster.gpus)
             except ConfigError:
                 continue  # Of a release that wrote strategies otherwise.
-            if allowed(question, Layout.of(strategy)) and question.allows(micro_batch=one.micro_batch):
+            # What changes the numbers of a run is never chosen for a user, however fast it was.
+            same = strategy.compress == NONE
+            if same and allowed(question, Layout.of(strategy)) and question.allows(micro_batch=one.micro_batch):
                 found.append(estimate(question, strategy, one.micro_batch))
     return found
 
