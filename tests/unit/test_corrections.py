@@ -120,3 +120,16 @@ def test_a_strategy_that_cannot_be_read_is_passed_over() -> None:
     path = corrections_file()
     path.write_text(path.read_text().replace('"dp=8 zero=3"', '"banana=8"'))
     assert planned().best is not None
+
+
+def test_compression_is_not_chosen_however_fast_it_was() -> None:
+    def small(strategy: str | None = None) -> Plan:
+        return plan("llama3.2-1b", "8xh100", global_batch=64, strategy=strategy, compare=False)
+
+    made = small("dp=8 compress=int8")
+    run = estimate(made.question, made.candidates[0].strategy, made.candidates[0].micro_batch)
+    observe(run, run.step_s * 0.6, run.memory.peak)
+    assert small("dp=8 compress=int8").candidates[0].origin == "measured"
+    best = small().best
+    assert best is not None
+    assert best.strategy.compress == "none"
