@@ -59,8 +59,13 @@ PARTS = {
     "8b": Part(
         "Llama-3.1-8B, 1 x 8192, where states do not fit in float32",
         f"--model llama3.1-8b --sequence 8192 --micro-batch 1 --steps 10 --repeats 1 {BOTH} "
-        f'--variant "narrow:{NARROW}" --variant "fp8:{NARROW} train.precision=fp8" '
-        + recomputing("offload", "recompute=selective offload=optimizer"),
+        f'--variant "narrow:{NARROW}" --variant "fp8:{NARROW} train.precision=fp8"',
+    ),
+    "8b-offload": Part(
+        "the same: float32 states in host memory beside narrow ones on the card",
+        f"--model llama3.1-8b --sequence 8192 --micro-batch 1 --steps 5 --warm-up 2 --repeats 1 {ALONE} {NARROW} "
+        f"""--variant "offload:'parallel.strategy=dp=1 recompute=selective offload=optimizer' """
+        'precision.stored=float32 precision.moments=float32"',
     ),
     "mixture": Part(
         "a mixture of 32 experts, 4 for a token: 3.3 B parameters, 1.2 B at work, 2 x 4096",

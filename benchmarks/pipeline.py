@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -24,7 +25,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline import Call, Pipeline, Shared
 from meshwright.parallel.torch_releases import group_of
 from meshwright.parallel.world import World
 from meshwright.schedules import Action, Timeline, make_program, placement_of, simulate
@@ -74,17 +75,39 @@ class Sleeper(nn.Module):
         self.embedding = nn.Parameter(torch.ones(1, 1, 4))
         self.layer = SleepyLayer(seconds)
 
-    def forward(self, tokens_BT: Tensor, hidden_BTC: Tensor | None, layers: range) -> Tensor:
+    def forward(self, hidden_BTC: Tensor | None) -> Tensor:
         return self.layer(self.embedding if hidden_BTC is None else hidden_BTC)
+
+
+class Sleepers:
+    """The stages of a pipeline that sleep."""
+
+    def __init__(self, module: Sleeper, stages: int) -> None:
+        self.module = module
+        self.first_layer: nn.Module | None = module.layer
+        self.layers = [range(stage, stage + 1) for stage in range(stages)]
+        self.shared: list[Shared] = []
+        self.everywhere: set[str] = set()
+
+    def run(self, stage: int, call: Call, hidden: Tensor | None) -> Tensor:
+        """A forward pass."""
+        found: Tensor = self.module(hidden)
+        return found
+
+    def border(self, stage: int, call: Call) -> Tensor:
+        """What it takes and gives."""
+        return torch.empty(1, 1, 4)
+
+    def check_wrapped(self, modules: Sequence[nn.Module], wrap: str) -> None:
+        """Nothing is gathered."""
 
 
 def asleep(world: World, schedule: str, micro_batches: int, steps: int) -> list[Times]:
     """The actions of a rank in some steps."""
     stages = len(placement_of(schedule, world.size))
     module = Sleeper(SLEEP * world.size / stages)
-    layers = [range(stage, stage + 1) for stage in range(stages)]
     group = group_of(list(range(world.size)))
-    pipeline = Pipeline(module, schedule, layers, group, lambda _: torch.empty(1, 1, 4), module.layer)
+    pipeline = Pipeline(module, schedule, Sleepers(module, stages), group)
     batches = [{"tokens_BT": torch.zeros(1, 1)}] * micro_batches
     found = []
     for _ in range(steps):

@@ -29,9 +29,9 @@ from meshwright.cluster.cluster import parse_cluster
 from meshwright.models.presets import preset
 from meshwright.models.spec import Experts, ModelSpec
 from meshwright.parallel.world import join_world
-from meshwright.planning.answer import origin
 from meshwright.planning.calibrate import calibrate, lines_of
 from meshwright.planning.memory import memory_of
+from meshwright.planning.origin import origin
 from meshwright.planning.question import Question, estimate
 from meshwright.planning.software import constants
 from meshwright.planning.state_memory import GIB

@@ -39,6 +39,11 @@ MODELS = {
 }
 STRATEGIES = (
     ("dense", "dp=2"),
+    ("dense", "dp=2 compress=bf16"),
+    ("dense", "dp=2 compress=int8"),
+    ("dense", "dp=2 compress=powersgd:4"),
+    ("dense", "dp=2 compress=topk:0.01"),
+    ("dense", "dp=4 compress=int8"),
     ("dense", "dp=2 zero=1"),
     ("dense", "dp=2 zero=2"),
     ("dense", "dp=2 zero=3"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.models.head import Targets
 from meshwright.models.initialize import build
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.own_loop import Parallel
 from meshwright.parallel.parallelize import parallelize
 
 GPU = torch.device("cuda")
