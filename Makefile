@@ -1,18 +1,21 @@
 # Two commands matter: `make demo` and `make test`. Everything lands in .venv. Nothing else on the machine is touched, but
-# for iproute2, with which tests make networks, and chromium, in which they open the page: as root on Debian these are
-# installed where they are missing. The Prometheus server of a test is taken out of Debian's package, into .venv:
-# installed, it would run as a service.
+# for iproute2, with which tests make networks, chromium, in which they open the page, and sshd and Slurm, on which they
+# launch runs: as root on Debian these are installed where they are missing, and none is started as a service. The
+# Prometheus server of a test is taken out of Debian's package, into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt
+QUIET := --disable-pip-version-check --quiet --constraint constraints.txt
+PIP := $(BIN)/pip install $(QUIET)
+PEERS := $(VENV)/peers
 
-.PHONY: help setup system demo test test-fast test-gpu chaos fuzz lint format clean
+.PHONY: help setup system demo test test-fast test-gpu test-peers chaos fuzz lint format clean
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
 	@echo "make test-fast  without the tests that take long"
 	@echo "make test-gpu   strategies on a GPU's kernels, up to four ranks on one card; make test leaves them out"
+	@echo "make test-peers what DeepSpeed, accelerate and torchtitan make of our files, in an environment of their own"
 	@echo "make chaos      every fault that the tests know, the long ones too, and 200 kills at random moments"
 	@echo "make fuzz       random models under random strategies against one process, until stopped"
 	@echo "make lint       ruff (lint and format) and mypy"
@@ -45,6 +48,11 @@ system:
 	{ apt-get update -qq && apt-get download -qq prometheus; }; } && dpkg-deb -x prometheus_*.deb . && \
 	mv usr/bin/prometheus ../bin/ && cd .. && rm -r deb; } 2>/dev/null || \
 	echo "prometheus is missing: its test is skipped"
+	@{ [ -x /usr/sbin/sshd ] && command -v sbatch && [ -x /usr/sbin/slurmctld ] && [ -x /usr/sbin/slurmd ] && \
+	[ -x /usr/sbin/munged ]; } >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then tools/install_without_services \
+	openssh-server slurmctld slurmd slurm-client munge; \
+	else echo "sshd or Slurm is missing: tests of launching on them are skipped"; fi
 	@command -v chromium >/dev/null || \
 	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get update -qq && apt-get install -y -qq chromium; \
 	else echo "chromium is missing: tests of the page are skipped"; fi
@@ -60,6 +68,19 @@ test-fast: $(VENV)/.dev
 
 test-gpu: $(VENV)/.dev
 	$(BIN)/pytest tests/gpu
+
+# Peers pin what they like: they have an environment of their own. Of torchtitan, which needs a GPU, its files are read.
+$(PEERS)/.made: constraints.txt pyproject.toml
+	mkdir -p $(VENV)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install $(QUIET) "$$(grep '^torch==' constraints.txt)"
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(PEERS)/bin/pip install $(QUIET) deepspeed accelerate transformers
+	$(PEERS)/bin/pip install $(QUIET) --no-deps torchtitan
+	$(PEERS)/bin/pip install $(QUIET) --editable . pytest pytest-timeout
+	@touch $@
+
+test-peers: $(PEERS)/.made
+	$(PEERS)/bin/python -m pytest tests/peers
 
 chaos: $(VENV)/.dev system
 	$(BIN)/pytest tests/chaos -m "slow_chaos or not slow_chaos" -s

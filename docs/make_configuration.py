@@ -17,6 +17,7 @@ One TOML file, with overrides on the command line: `meshwright train run.toml tr
 its first `=`. Later ones win: defaults, then `--preset`, then the file, then the command line. Unknown names and wrong
 values are errors that name the place and what is allowed; `meshwright train ... --explain` prints every setting with
 its value and origin. The resolved configuration of a run is in its folder as `config.toml` and reproduces the run.
+Other trainers' names, such as `learning_rate`, are taken where they mean the same: [interop.md](interop.md).
 
 A run folder belongs to one configuration. Settings marked * may change when a run is resumed, the others may not.
 

@@ -47,10 +47,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests that need a GPU are run by those who name them (`make test-gpu`), and nowhere skipped."""
-    folder = Path(__file__).parent / "gpu"
-    named = any(folder == path or folder in path.parents for path in map(_argument, config.args))
-    return True if collection_path == folder and not named else None
+    """Tests that need a GPU, or other trainers, are run by those who name them (`make test-gpu`, `make test-peers`)."""
+    for folder in (Path(__file__).parent / name for name in ("gpu", "peers")):
+        named = any(folder == path or folder in path.parents for path in map(_argument, config.args))
+        if collection_path == folder and not named:
+            return True
+    return None
 
 
 def _argument(text: str) -> Path:

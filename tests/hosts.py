@@ -138,12 +138,16 @@ class Hosts:
         return [line.split()[3] for line in shown.splitlines()]
 
     def popen(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Start `python -m WORDS` on a host, which has a host name of its own: machines are told apart by it."""
+        """Start `python -m WORDS` on a host."""
+        return self.start(name, sys.executable, "-m", *words, env=env)
+
+    def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Start a command on a host, which has a host name of its own: machines are told apart by it."""
         # The kernel weighs sessions against each other, and processes inside of each.
         first = "echo -15 >/proc/self/autogroup; " if self._first else ""
         named = ["unshare", "--uts", "sh", "-c", f'hostname {name}; {first}exec "$@"', "sh"]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.space(name), *named, sys.executable, "-m", *words],
+            ["ip", "netns", "exec", self.space(name), *named, *command],
             cwd=self.folder,
             start_new_session=self._first,
             env=os.environ | {"OMP_NUM_THREADS": "1"} if env is None else env,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from meshwright.config import RunConfig, load_config
     from meshwright.models.hf import save_hf
     from meshwright.models.spec import ModelSpec
+    from meshwright.parallel.mesh import make_mesh
     from meshwright.parallel.norm import clip_grad_norm_
     from meshwright.parallel.parallelize import parallelize
     from meshwright.planning.answer import plan
@@ -32,6 +33,7 @@ __all__ = [
     "cross_entropy",
     "load_config",
     "load_model",
+    "make_mesh",
     "parallelize",
     "plan",
     "save_hf",
@@ -47,12 +49,15 @@ _HOME = {
     "cross_entropy": "meshwright.training.loss",
     "load_config": "meshwright.config",
     "load_model": "meshwright.checkpoint.load_model",
+    "make_mesh": "meshwright.parallel.mesh",
     "parallelize": "meshwright.parallel.parallelize",
     "plan": "meshwright.planning.answer",
     "save_hf": "meshwright.models.hf",
     "train": "meshwright.trainer",
 }
-_NEED_TORCH = {"Trainer", "clip_grad_norm_", "cross_entropy", "load_model", "parallelize", "save_hf", "train"}
+_NEED_TORCH = {
+    "Trainer", "clip_grad_norm_", "cross_entropy", "load_model", "make_mesh", "parallelize", "save_hf", "train",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -31,6 +31,20 @@ def parse_order(text: str, strategy: Strategy) -> Order:
     """
     if text in (AUTO, IN_ORDER):
         return AXES
+    named = named_axes(text)
+    missing = [axis for axis in AXES if axis not in named and getattr(strategy, axis) > 1]
+    if missing:
+        axis = missing[0]
+        raise _refuse(text, f"{axis}={getattr(strategy, axis)} of '{strategy}' is not in it; add {axis}")
+    # Where an axis of one rank lies makes no difference.
+    order = (*(axis for axis in AXES if axis not in named), *named)
+    if not keeps_together(order, strategy):
+        raise _refuse(text, "replicate, shard and cp stay in this order, since their ranks are also one axis together")
+    return order
+
+
+def named_axes(text: str) -> list[str]:
+    """The axes of an order that is written out, outermost first."""
     words = [word.strip() for word in text.split(",")]
     known = ("pp", "dp", "replicate", "shard", "cp", "tp")
     for word in words:
@@ -42,15 +56,7 @@ def parse_order(text: str, strategy: Strategy) -> Order:
     twice = next((axis for axis in named if named.count(axis) > 1), None)
     if twice is not None:
         raise _refuse(text, f"{twice} is there twice; dp stands for replicate,shard")
-    missing = [axis for axis in AXES if axis not in named and getattr(strategy, axis) > 1]
-    if missing:
-        axis = missing[0]
-        raise _refuse(text, f"{axis}={getattr(strategy, axis)} of '{strategy}' is not in it; add {axis}")
-    # Where an axis of one rank lies makes no difference.
-    order = (*(axis for axis in AXES if axis not in named), *named)
-    if not keeps_together(order, strategy):
-        raise _refuse(text, "replicate, shard and cp stay in this order, since their ranks are also one axis together")
-    return order
+    return named
 
 
 def _refuse(text: str, why: str) -> ConfigError:

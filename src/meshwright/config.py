@@ -68,20 +68,22 @@ class ModelSection(_Section):
 
 class CorpusShare(_Section):
     path: str = Field(min_length=1)
-    """Folder made by `meshwright data prepare`."""
+    """Folder made by `meshwright data prepare`, or the prefix of .bin and .idx files in Megatron's format."""
     weight: float = Field(gt=0)
     """Share of the samples relative to the other corpora."""
 
 
 class DataSection(_Section):
     path: str | None = free(None)
-    """Folder made by `meshwright data prepare`; a resumed run refuses other data, wherever it lies."""
+    """Folder made by `meshwright data prepare`, or the prefix of .bin and .idx files in Megatron's format; a resumed
+    run refuses other data, wherever it lies."""
     mix: list[CorpusShare] = []
     """Several corpora instead of one: a list of {path, weight}."""
     sources: list[str] = free([])
     """Raw text to prepare into data.path when that folder does not exist yet; `python-stdlib` is built in."""
     tokenizer: str | None = free(None)
-    """`bytes` or a tokenizer file; the packed corpus must have been made with it. None accepts the corpus's own."""
+    """`bytes` or a tokenizer file; the packed corpus must have been made with it. None accepts the corpus's own,
+    which files in Megatron's format do not have."""
     sequence_length: int = Field(default=512, gt=0)
     """Tokens per sample."""
     mask_documents: bool = False
@@ -104,7 +106,7 @@ class DataSection(_Section):
 
 class TrainSection(_Section):
     steps: int = free(1000, gt=0)
-    """Optimizer steps of the whole run; the learning-rate schedule ends there."""
+    """Optimizer steps of the whole run; the learning-rate schedule ends there, unless train.schedule_steps is set."""
     global_batch: int = Field(default=16, gt=0)
     """Samples per optimizer step, over all ranks."""
     batch_schedule: int | str | list[list[int]] | None = None
@@ -122,8 +124,14 @@ class TrainSection(_Section):
     """Learning rate at the end of a decay."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Learning rate after the warm-up; wsd is stable, then decays linearly over the last train.decay_steps."""
+    schedule_steps: int | None = Field(default=None, gt=0)
+    """Step at which the schedule ends, for a run that is longer or shorter than it; None is train.steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly from zero; a shorter run ends while it rises."""
+    """Steps in which the learning rate rises; a shorter run ends while it rises."""
+    warmup: Literal["linear", "log"] = "linear"
+    """How it rises: by the same amount each step, or with the logarithm of the step."""
+    warmup_lr: float = Field(default=0.0, ge=0)
+    """The learning rate from which the warm-up rises."""
     decay_steps: int | None = Field(default=None, gt=0)
     """Length of the decay of the wsd schedule; None is a tenth of the run."""
     weight_decay: float = Field(default=0.1, ge=0)
@@ -157,6 +165,8 @@ class TrainSection(_Section):
     def _consistent(self) -> Self:
         if self.min_lr > self.lr:
             raise ValueError(f"train.min_lr={self.min_lr:g} is above train.lr={self.lr:g}; lower it")
+        if self.warmup_lr > self.lr:
+            raise ValueError(f"train.warmup_lr={self.warmup_lr:g} is above train.lr={self.lr:g}; lower it")
         if self.decay_steps is not None and self.schedule != "wsd":
             raise ValueError("train.decay_steps belongs to train.schedule='wsd'; leave it out")
         if self.early_stop and not (self.eval_every and self.eval_sequences):

@@ -19,12 +19,16 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.known_names import FOREIGN, in_our_words, our_setting, our_words
 from meshwright.secrets import public
 
 if TYPE_CHECKING:
     from meshwright.config import RunConfig
+    from meshwright.interop.translation import Translation
 
 Tree = dict[str, Any]
+AUTO = "auto"
+STRATEGY = "parallel.strategy"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class ResolvedConfig:
 
     config: RunConfig
     origins: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    """What was written under another trainer's name, and ours."""
 
     def origin(self, key: str) -> str:
         """Where `section.key` came from, in words."""
@@ -47,20 +53,166 @@ def load_config(
 
 
 def resolve_config(
-    file: str | Path | None = None, overrides: Sequence[str] = (), *, preset: str | None = None
+    file: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    preset: str | None = None,
+    foreign: Translation | None = None,
 ) -> ResolvedConfig:
-    """The configuration that these give together, with the origin of each setting."""
+    """The configuration that these give together, with the origin of each setting.
+
+    What a `foreign` configuration states comes after the file, which must not say otherwise; what it assumes before.
+    """
     tree: Tree = {}
     origins: dict[str, str] = {}
+    notes: list[str] = []
     if preset is not None:
         _merge(tree, _preset(preset), origins, lambda key: f"preset {preset}")
+    if foreign is not None:
+        _merge(tree, nested(foreign.assumed), origins, foreign.origin)
     if file is not None:
         text = _read(Path(file))
         lines = _lines(text)
-        _merge(tree, _parse(text, str(file)), origins, lambda key: f"{file}{_line(lines, key)}")
+        written = _Place(str(file), notes)
+        written.put(_parse(text, str(file)))
+        _merge(tree, written.ours(tree), origins, lambda key: f"{file}{_line(lines, key)}")
+    given = _Place("command line", notes)
     for override in overrides:
-        _merge(tree, _override(override), origins, lambda key: "command line")
-    return ResolvedConfig(_validate(tree, origins), origins)
+        given.put(_override(override))
+    if foreign is not None:
+        if file is not None:
+            _agree(tree, origins, foreign, f"{file}", set(_flat(given.ours(tree))))
+        _merge(tree, nested(foreign.stated), origins, foreign.origin)
+    _merge(tree, given.ours(tree), origins, lambda key: "command line")
+    return ResolvedConfig(_validate(tree, origins), origins, tuple(dict.fromkeys(notes)))
+
+
+class _Place:
+    """The settings of one place, a file or the command line, on their way from names of other trainers to ours.
+
+    Of one name the later value wins; two names of one setting must not say different things.
+    """
+
+    def __init__(self, place: str, notes: list[str]) -> None:
+        self._place, self._notes = place, notes
+        self._tree: Tree = {}
+        self._degrees: dict[str, str] = {}
+        self._said: dict[str, dict[str, tuple[Any, Any]]] = {}
+        """For each setting, and each word of the strategy, its names, and the value there and here."""
+
+    def put(self, tree: Tree) -> None:
+        """Take settings in."""
+        from meshwright.config import RunConfig
+
+        for name, value in tree.items():
+            section = RunConfig.model_fields.get(name)
+            if section is None and not isinstance(value, dict):
+                self._take(name, value, f"{name}")
+                continue
+            known = _model_of(RunConfig, [name]) if section is not None else None
+            if known is None or not isinstance(value, dict):
+                _merge(self._tree, {name: value}, {}, str)
+                continue
+            for key, below in value.items():
+                if key in known.model_fields or name not in ("train", "parallel"):
+                    _merge(self._tree, {name: {key: below}}, {}, str)
+                    self._say(f"{name}.{key}", f"{name}.{key}", below, below)
+                else:
+                    self._take(key, below, f"{name}.{key}")
+
+    def _take(self, name: str, value: Any, written: str) -> None:
+        """Put one setting under our name; one that nobody knows stays where it is, to be refused."""
+        words = our_words(name, str(value))
+        if words is not None:
+            self._degrees[name] = str(value).lower()
+            for key, word in words.items():
+                self._say(key, name, value, word)
+            return
+        try:
+            found = our_setting(name, value)
+        except ConfigError as error:
+            raise ConfigError(f"{self._place}: {error}") from None
+        if found is None:
+            _merge(self._tree, nested({written: value}), {}, str)
+            return
+        self._notes.append(found.note)
+        if found.setting:
+            _merge(self._tree, nested({found.setting: found.value}), {}, str)
+            self._say(found.setting, name, value, found.value)
+
+    def _say(self, setting: str, name: str, given: Any, value: Any) -> None:
+        self._said.setdefault(setting, {})[name] = given, value
+
+    def ours(self, before: Tree) -> Tree:
+        """All of it under our names, over what other places say; degrees are words of the strategy."""
+        section = self._tree.get("parallel", {})
+        text = section.get("strategy") if isinstance(section, dict) else None
+        if isinstance(text, str):
+            text, notes = in_our_words(text)
+            self._notes += notes
+            for word in text.split():
+                key, equals, value = word.partition("=")
+                if equals and key.isidentifier():
+                    self._say(key, f"{STRATEGY}: {key}", value, value)
+            section["strategy"] = text
+        self._refuse_contradictions()
+        if not self._degrees or not isinstance(section, dict):
+            return self._tree
+        below = before.get("parallel", {})
+        base = text or (below.get("strategy", AUTO) if isinstance(below, dict) else AUTO)
+        changed = {key for name, value in self._degrees.items() for key in our_words(name, value) or {}}
+        kept = [word for word in str(base).split() if re.split(r"\W", word)[0] not in changed]
+        degrees = [f"{name}={value}" for name, value in self._degrees.items()]
+        # Alone it would leave to the planner what the degrees say; with constraints they are some more.
+        asked, notes = in_our_words(" ".join([*(kept if kept != [AUTO] else []), *degrees]))
+        self._notes += notes
+        return {**self._tree, "parallel": {**section, "strategy": asked or "dp=auto"}}
+
+    def _refuse_contradictions(self) -> None:
+        complaints = []
+        for setting, said in self._said.items():
+            first, *others = [value for _, value in said.values()]
+            # One name alone contradicts nothing: NaN, which is not equal to itself, is refused for what it is.
+            if all(value == first for value in others):
+                continue
+            names = " and ".join(f"{name}={str(given).lower()}" for name, (given, _) in said.items())
+            complaints.append(f"{self._place}: {names} are one setting, {setting}, and differ; leave one of them out")
+        if complaints:
+            raise ConfigError("\n  ".join(complaints))
+
+
+def nested(settings: Mapping[str, Any]) -> Tree:
+    """Settings by their full names as a tree."""
+    tree: Tree = {}
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        below = tree
+        for section in sections:
+            below = below.setdefault(section, {})
+        below[name] = value
+    return tree
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree as settings by their full names."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) and value else {f"{prefix}{name}": value}
+    return found
+
+
+def _agree(tree: Tree, origins: Mapping[str, str], foreign: Translation, file: str, settled: set[str]) -> None:
+    """Raise where the run file and a foreign one say different things, and the command line does not settle it."""
+    written = {key: value for key, value in _flat(tree).items() if origins.get(key, "").startswith(file)}
+    both = [key for key in foreign.stated if key in written and key not in settled and key not in foreign.merged]
+    complaints = [
+        f"{origins[key]} says {key}={written[key]!r} and {foreign.origin(key)} says {foreign.stated[key]!r}; "
+        f"leave one of them out, or settle it with {key}=... on the command line"
+        for key in both
+        if written[key] != foreign.stated[key]
+    ]
+    if complaints:
+        raise ConfigError("\n  ".join(complaints))
 
 
 def run_presets() -> list[str]:
@@ -100,6 +252,8 @@ def _parse(text: str, where: str) -> Tree:
 def _override(text: str) -> Tree:
     key, found, value = text.partition("=")
     parts = key.strip().split(".")
+    if found and len(parts) == 1 and parts[0] in FOREIGN:
+        return {parts[0]: _value(parts, value.strip())}
     if not found or len(parts) < 2 or not all(parts):
         raise ConfigError(f"'{text}' is not an override; write section.key=value, such as train.steps=100")
     tree: Any = _value(parts, value.strip())
@@ -184,30 +338,38 @@ def _validate(tree: Tree, origins: Mapping[str, str]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as errors:
-        complaints = [_complaint(RunConfig, tree, origins, dict(error)) for error in errors.errors()]
+        # A setting that may be one of several kinds has an error for each of them.
+        rules: dict[str, list[str]] = {}
+        for error in errors.errors():
+            setting, rule = _complaint(RunConfig, tree, origins, dict(error))
+            rules.setdefault(setting, []).append(rule)
+        complaints = [f"{setting} {', or '.join(dict.fromkeys(found))}".rstrip() for setting, found in rules.items()]
         raise ConfigError("\n  ".join(complaints)) from None
 
 
-def _complaint(root: type[BaseModel], tree: Tree, origins: Mapping[str, str], error: Mapping[str, Any]) -> str:
+def _complaint(
+    root: type[BaseModel], tree: Tree, origins: Mapping[str, str], error: Mapping[str, Any]
+) -> tuple[str, str]:
+    """The place, the setting and its value, and what it should be; or all of it in one."""
     parts = [str(part) for part in error["loc"]]
     if error["type"] == "value_error" and len(parts) < 2:
         # A rule about several settings of a section: the last of them to be set is where to look.
         named = [key for key in origins if key.startswith(f"{'.'.join(parts)}.") and key in str(error["ctx"]["error"])]
         places = dict.fromkeys(origins[key] for key in named)
-        return "".join(f"{place}: " for place in places) + str(error["ctx"]["error"])
+        return "".join(f"{place}: " for place in places) + str(error["ctx"]["error"]), ""
     # Union types add the tried alternative to the place; the setting itself is the longest known prefix.
     key = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in origins), ".".join(parts))
     place = origins.get(key, "")
     place = f"{place}: " if place else ""
     if error["type"] == "extra_forbidden":
-        return place + _unknown(root, parts)
+        return place + _unknown(root, parts), ""
     if error["type"] == "missing":
-        return f"{place}{'.'.join(parts)} is missing"
+        return f"{place}{'.'.join(parts)} is missing", ""
     found: Any = tree
     for part in key.split("."):
         found = found.get(part, {}) if isinstance(found, dict) else found
     rule = re.sub(r"^(Input|String|List|Dictionary|Value error,) ", "", error["msg"])
-    return f"{place}{key} = {found!r} {rule}"
+    return f"{place}{key} = {found!r}", rule
 
 
 def _unknown(root: type[BaseModel], parts: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 A secret is what lets someone in: the value of an environment variable whose name says so (WANDB_API_KEY, HF_TOKEN),
 the login in a URL (s3://key:secret@bucket), the content of a token file. Texts lose them where they leave the program:
 on the console, in events, in files of the run folder, on their way to a service. Values are known by what holds them,
-not by what they look like, so that a text is changed only where a secret stands.
+not by what they look like, so that a text is changed only where a secret stands; by their form they are only refused.
 """
 
 from __future__ import annotations
@@ -47,6 +47,21 @@ _PARAMETER = re.compile(
 )
 _HEADER = re.compile(r"\b(?P<kind>Bearer|Basic)\s+(?P<value>[A-Za-z0-9._~+/=-]{8,})")
 
+_FORMS = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[a-z]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-(?:[a-z0-9]+-){0,2}\w{20,}|"
+    r"xox[a-z]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{12,}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.)|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+"""How services write their keys and tokens."""
+# A token alone, or one to enter with: a pad_token is text of a model. A secret named by a variable or a file is none.
+_ASSIGNED = re.compile(
+    r"(?:password|passwd|passphrase|secret|(?:api|access|account)_?key|(?<!\w)pwd|"
+    r"(?:(?<![\w.-])|-D|--|(?:access|auth|api|bearer|session|refresh|security|hf)[_-]?)token)"
+    r"(?:=|\s+=\s+|[\"']\s*:\s*)[\"']?"
+    r"(?!(?:true|false|none|null|yes|no|on|off)\b|(?:~|\.{0,2})/[\w.-]+/)[^\s\"'&;,<>$*{(]",
+    re.IGNORECASE,
+)
+
 
 def is_secret_variable(name: str) -> bool:
     """Whether an environment variable of that name holds a secret."""
@@ -59,6 +74,12 @@ def is_secret_variable(name: str) -> bool:
 def without_login(text: str) -> str:
     """A text whose URLs have lost their logins: they name the same place, for whoever may enter it otherwise."""
     return _PARAMETER.sub(rf"\g<key>{HIDDEN}", _LOGIN.sub(r"\g<scheme>", text))
+
+
+def holds_secret(text: str) -> bool:
+    """Whether a text has a login, a key or a token in it, by its place or its form, or one of this process's own."""
+    formed = _FORMS.search(text) is not None or _ASSIGNED.search(text) is not None
+    return formed or Secrets.known().redact(text) != text
 
 
 def login_of(url: str) -> tuple[str, str] | None:

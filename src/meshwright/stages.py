@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -12,14 +12,18 @@ from meshwright.models.spec import ModelSpec
 
 def stage_layers(spec: ModelSpec, stages: int, layers: str = "even") -> list[range]:
     """The layers of each stage; every stage has at least one."""
-    count = spec.num_hidden_layers
+    return cut_layers(spec.num_hidden_layers, stages, layers, lambda: _costs(spec))
+
+
+def cut_layers(count: int, stages: int, layers: str, costs: Callable[[], Sequence[float]]) -> list[range]:
+    """The same for so many layers of any model; `costs` says what each of them costs, where it is asked for."""
     if stages > count:
         raise ValueError(f"{stages} stages need at least as many layers, and the model has {count}")
     if layers == "even":
         # Where they do not go round, the first stages have one more: the last one has the head.
         sizes = [count // stages + (stage < count % stages) for stage in range(stages)]
     elif layers == "balanced":
-        sizes = _balanced(_costs(spec), stages)
+        sizes = _balanced(costs(), stages)
     else:
         sizes = [int(size) for size in layers.split("+")]
         if len(sizes) != stages or sum(sizes) != count:

@@ -28,6 +28,7 @@ from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.known_names import in_our_words
 from meshwright.schedules import splits_backward, stages_per_rank
 from meshwright.strategy_fit import check_fit, divisors, listed, refuse
 
@@ -44,6 +45,8 @@ WRAP = ("auto", "block", "size:N", "name:A+B")
 LAYERS = ("even", "balanced", "N+N")
 SHARES = ("even", "N+N")
 COMPRESS = ("none", "fp16", "bf16", "int8", "powersgd:N", "topk:F")
+_SHARES = {"budget": 0.5, "topk": 0.01}
+"""Of choices that take one, to show how it is written."""
 WHOLE_PARAMETERS = ("adafactor",)
 """Optimizers whose update of an element depends on others of its parameter."""
 CHOICES = {
@@ -386,7 +389,7 @@ def _parts(numbers: list[int], count: int) -> list[list[int]]:
 def _words(text: str) -> Mapping[str, str]:
     """Keys and values of a short form, in order."""
     words: dict[str, str] = {}
-    for word in text.split():
+    for word in in_our_words(text)[0].split():
         key, _, value = word.partition("=")
         if word == AUTO:
             continue
@@ -416,9 +419,19 @@ def check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
         fits = {
             "": True,
             "N": rest.isdecimal() and int(rest) > 0,
-            "F": re.fullmatch(r"0?\.\d+", rest) is not None and float(rest) > 0,
+            "F": re.fullmatch(r"(\d*\.\d+|\d+)(e-\d+)?", rest, re.ASCII) is not None and 0 < float(rest) < 1,
             "A+B": all(rest.split("+")),
         }[form]
         if name == kind and bool(needs) == bool(colon) and fits:
             return
-    raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{nearest(kind, choices)}")
+    raise ConfigError(f"{key}={value} is not one of {', '.join(choices)}{_meant(kind, rest, choices)}")
+
+
+def _meant(kind: str, rest: str, choices: tuple[str, ...]) -> str:
+    """What may have been meant: a share that was written as a percentage or is none, or another word."""
+    percent = re.fullmatch(r"(\d*\.?\d+)%", rest)
+    if percent is not None and f"{kind}:F" in choices and 0 < float(percent[1]) < 100:
+        return f"; F is a share: write {kind}:{format(float(percent[1]) / 100, '.12f').rstrip('0')}"
+    if f"{kind}:F" in choices:
+        return f"; F is a share, above 0 and below 1, such as {kind}:{_SHARES[kind]}"
+    return nearest(kind, choices)

@@ -13,7 +13,7 @@ from meshwright.cuts import part_length
 from meshwright.errors import ConfigError
 from meshwright.models.shapes import shapes_of
 from meshwright.schedules import splits_backward, stages_per_rank
-from meshwright.stages import stage_layers
+from meshwright.stages import cut_layers
 
 if TYPE_CHECKING:
     from meshwright.models.spec import ModelSpec
@@ -26,18 +26,18 @@ def check_fit(strategy: Strategy, model: ModelSpec, sequence_length: int | None)
     _check_experts(strategy, model)
     _check_context(strategy, model, sequence_length)
     _check_wrap(strategy, model)
-    _check_stages(strategy, model)
+    check_stages(strategy, model.num_hidden_layers)
     kind, _, count = strategy.recompute.partition(":")
     if kind == "first" and int(count) > model.num_hidden_layers:
         layers = model.num_hidden_layers
         raise refuse(str(strategy), f"recompute=first:{count} of {layers} layers; use first:{layers} or full")
 
 
-def _check_stages(strategy: Strategy, model: ModelSpec) -> None:
+def check_stages(strategy: Strategy, layers: int) -> None:
     """Every stage has layers; what is gathered must be there when a split backward pass comes back for it."""
     if strategy.pp == 1:
         return
-    stages, layers = strategy.pp * stages_per_rank(strategy.schedule), model.num_hidden_layers
+    stages = strategy.pp * stages_per_rank(strategy.schedule)
     if stages > layers:
         legal = [pp for pp in range(1, layers + 1) if pp * stages_per_rank(strategy.schedule) <= layers]
         raise refuse(
@@ -46,7 +46,7 @@ def _check_stages(strategy: Strategy, model: ModelSpec) -> None:
             f"pp can be at most {legal[-1] if legal else 1}{_fewer_rounds(strategy, layers)}",
         )
     try:
-        stage_layers(model, stages, strategy.layers)
+        cut_layers(layers, stages, strategy.layers, lambda: [1.0] * layers)
     except ValueError as error:
         raise refuse(str(strategy), f"layers={error}; give {stages} numbers that add up to {layers}") from None
     if strategy.zero == 3 and strategy.dp * strategy.cp > 1 and splits_backward(strategy.schedule):

@@ -1,8 +1,11 @@
-"""Private names of PyTorch that are used here, all of them in one place and checked when they are imported."""
+"""Private names of PyTorch that are used here, checked when they are imported; torch_private_fsdp has those of FSDP."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +16,6 @@ from torch._C._autograd import DeviceType, _profiler_enabled
 from torch._C._profiler import _ExperimentalConfig
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import _functional_collectives as functional
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group, _world  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -22,7 +24,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
     _RendezvousState,
 )
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Placement, Shard, debug
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -30,6 +31,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 # Importing it makes the backend "fake" known.
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+
+from meshwright.comm.transfers import is_staged
 
 __all__ = [
     "FakeStore",
@@ -46,7 +49,7 @@ __all__ = [
     "flash_attention",
     "flatten",
     "flight_records",
-    "fold_gradients",
+    "forget_events",
     "forget_meshes",
     "graph_breaks",
     "group_members",
@@ -58,9 +61,8 @@ __all__ = [
     "prepare_compiler",
     "profiled_events",
     "profiling_all_threads",
-    "reduce_gradients",
+    "quiet_fake_tensors",
     "reduce_scatter",
-    "replicate",
     "resolve_group",
     "shard_within",
     "start_compiler_processes",
@@ -115,6 +117,17 @@ def graph_breaks() -> dict[str, int]:
 def without_modes() -> Any:
     """A context in which operations run as they are, whatever follows them."""
     return _disable_current_modes()
+
+
+@contextmanager
+def quiet_fake_tensors() -> Iterator[None]:
+    """A context in which operations on tensors without memory fail with an exception, and no lines in the log."""
+    log = logging.getLogger(FakeTensorMode.__module__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def in_backward() -> bool:
@@ -193,6 +206,12 @@ def profiled_events(profile: torch.profiler.profile) -> list[Any]:
     return list(found.events())
 
 
+def forget_events(profile: torch.profiler.profile) -> None:
+    """Let go of what a profile has seen, some 3 KB for each event: references go in a circle, and who keeps garbage
+    collection out of the way would hold it for long."""
+    profile.profiler = None
+
+
 def is_profiling() -> bool:
     """Whether a profiler of torch's runs in this thread; a second one would take its place."""
     return bool(_profiler_enabled())
@@ -208,7 +227,8 @@ _gather = getattr(functional, "all_gather_single", None) or functional.all_gathe
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 # The functional collectives: they give new tensors, so that recomputation may keep their results and compilers may
-# see through them. Their results are waited for here.
+# see through them. Their results are waited for here. Gathers and scatters of CUDA tensors over gloo end the process
+# there (torch 2.11 reads the GPU's addresses on the host), so they go through host memory.
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -218,17 +238,21 @@ def all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors after one another."""
-    return _wait(_gather(x.contiguous(), dim, group))
+    return _wait(_gather(_readable(x, group), dim, group)).to(x.device)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    return _wait(_scatter(x.contiguous(), "sum", dim, group))
+    return _wait(_scatter(_readable(x, group), "sum", dim, group)).to(x.device)
 
 
 def all_to_all(x: Tensor, receive: list[int], send: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows from every rank of a group after one another; `send` says how many of x's rows go to each, in order."""
     return _wait(functional.all_to_all_single(x.contiguous(), receive, send, group))
+
+
+def _readable(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.contiguous().cpu() if is_staged(x, group) else x.contiguous()
 
 
 def _wait(x: Any) -> Tensor:
@@ -247,40 +271,6 @@ def backward_to_input(
 def backward_to_weights(parameters: list[nn.Parameter], groups: list[dict[str, Any]]) -> None:
     """The rest of such a backward pass: gradients are added to those of the parameters."""
     stage_backward_weight(iter(parameters), groups)
-
-
-def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce what backward passes have gathered in the gradients of whole parameters since the last time."""
-    fold_gradients(root)
-    root.set_is_last_backward(True)
-    root.set_reshard_after_backward(True)
-    root.set_requires_gradient_sync(True)
-    for group in _parameter_groups(root):
-        group.post_backward()
-    state: Any = root._get_fsdp_state()
-    state._root_post_backward_final_callback()
-
-
-def fold_gradients(root: FSDPModule) -> None:
-    """Add what a backward pass has left in the dtype of computing to what is kept in that of sums, where they differ.
-
-    FSDP does so after backward passes; those to weights alone it does not see.
-    """
-    for group in _parameter_groups(root):
-        for held in group.fsdp_params:
-            if hasattr(held, "_unsharded_param"):
-                held.accumulate_unsharded_grad_if_needed()
-                held.to_accumulated_grad_if_needed()
-
-
-def _parameter_groups(root: FSDPModule) -> list[Any]:
-    state: Any = root._get_fsdp_state()
-    found: list[Any] = []
-    for one in state._state_ctx.all_states:
-        # 2.13 allows several groups of parameters a module.
-        groups = one._fsdp_param_groups if hasattr(one, "_fsdp_param_groups") else [one._fsdp_param_group]
-        found += [group for group in groups if group is not None]
-    return found
 
 
 class FlashAttention:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,6 +37,7 @@ from meshwright.observe.sample import Sample
 from meshwright.observe.straggler_watch import StragglerWatch
 from meshwright.observe.tensorboard import TensorBoard
 from meshwright.observe.weights_and_biases import WeightsAndBiases
+from meshwright.parallel.torch_releases import Store
 from meshwright.parallel.world import (
     World,
     join_world,
@@ -58,10 +60,14 @@ from meshwright.training.recover import Recover
 from meshwright.training.replicas import CheckReplicas
 from meshwright.training.retune import Retune
 from meshwright.training.run_folder import RunFolder
+from meshwright.training.tell_travel import TellTravel
 
 
-def standard_hooks(config: RunConfig) -> list[Hook]:
-    """What happens around the steps of a normal run, in order: who adds metrics comes before who records them."""
+def standard_hooks(config: RunConfig, others: Sequence[Hook] = ()) -> list[Hook]:
+    """What happens around the steps of a normal run, in order: who adds metrics comes before who records them.
+
+    `others` see all metrics, and end when the last state is saved.
+    """
     saves, recorder = SaveCheckpoints(), Recorder()
     # The report comes first, so that it is the last at the end.
     hooks: list[Hook] = [EndReport(), Events(), StopOnSignal(), CollectGarbage(), TellBreaks(), Recover()]
@@ -79,23 +85,31 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         hooks.append(Export(MLflow))
     if config.observe.prometheus is not None:
         hooks.append(Prometheus())
-    hooks.append(Console())
+    hooks += others
+    hooks += [Console(), TellTravel()]
     if config.observe.sample is not None:
         hooks.append(Sample(config.observe.sample, config.observe.sample_tokens))
     # At the end before the sample, whose memory is none of a step's.
-    hooks.append(PlanFile())
+    plan = PlanFile()
+    hooks.append(plan)
     if config.observe.profile_steps is not None:
         hooks.append(Profiler(config.observe.profile_steps))
     # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
     # it all, and who compares these times.
-    return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps)]
+    return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps, plan)]
 
 
 class Trainer(TrainingLoop):
     """One rank's training of a configuration, with records, console and checkpoints."""
 
-    def __init__(self, config: RunConfig, world: World | None = None, planned: Planned | None = None) -> None:
-        super().__init__(config, world, standard_hooks(config), planned)
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World | None = None,
+        planned: Planned | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> None:
+        super().__init__(config, world, standard_hooks(config, hooks), planned)
 
 
 def train(
@@ -112,15 +126,11 @@ def train(
     and started again after a fault; `supervised=True` does so for a single one, too, which else is this process.
     With `nodes` they are this machine's share of a run on several. `planned` is the strategy where it is known already.
     """
-    if config.train.deterministic:
-        sum_in_one_order()
     ranks = launched_ranks()
     if ranks is not None:
-        _prepare_together(config, ranks[0])
-        if is_placed(config):
-            return _train_placed(config, ranks)
-        with join_world(config.run.device, config.elastic.timeout_s, ranks) as world:
-            return ExitCode(_train_rank(agree(config, world), world).code)
+        return train_launched(config, ranks)
+    if config.train.deterministic:
+        sum_in_one_order()
     budget = Budget(config.elastic.max_restarts, config.elastic.same_step_failures)
     membership: Membership
     if nodes is not None:
@@ -150,6 +160,27 @@ def train(
     return ExitCode(supervisor.run().code)
 
 
+def train_launched(
+    config: RunConfig,
+    ranks: tuple[int, int, int],
+    hooks: Sequence[Hook] = (),
+    planned: Planned | None = None,
+    store: Store | None = None,
+) -> ExitCode:
+    """Train to the end as that (rank, size, local rank) of a launcher's job, with more hooks.
+
+    `planned` is the strategy where all ranks know it already, `store` where they meet, if not where the launcher's
+    variables say.
+    """
+    if config.train.deterministic:
+        sum_in_one_order()
+    _prepare_together(config, ranks[0])
+    if planned is None and is_placed(config):
+        return _train_placed(config, ranks, hooks, store)
+    with join_world(config.run.device, config.elastic.timeout_s, ranks, store) as world:
+        return ExitCode(_train_rank(planned or agree(config, world), world, hooks).code)
+
+
 def _plan(config: RunConfig, local: int, machines: list[tuple[str, int]]) -> Choice:
     """The strategy for the ranks of several machines, and where they lie."""
     found = plan_ranks(config, sum(count for _, count in machines), local)
@@ -158,10 +189,12 @@ def _plan(config: RunConfig, local: int, machines: list[tuple[str, int]]) -> Cho
     return Choice(found.strategy, found.micro_batch, found.world, said, placed.placement, placed.machines)
 
 
-def _train_placed(config: RunConfig, ranks: tuple[int, int, int]) -> ExitCode:
+def _train_placed(
+    config: RunConfig, ranks: tuple[int, int, int], hooks: Sequence[Hook], store: Store | None
+) -> ExitCode:
     """As one rank of a launcher's job whose ranks are numbered anew: machines may stand in another order."""
     rank, size, local = ranks
-    store = launcher_store(config.elastic.timeout_s)
+    store = store or launcher_store(config.elastic.timeout_s)
     store.set(f"meshwright/host/{rank}", socket.gethostname())
     if rank == 0:
         hosts = [store.get(f"meshwright/host/{one}").decode() for one in range(size)]
@@ -177,12 +210,19 @@ def _train_placed(config: RunConfig, ranks: tuple[int, int, int]) -> ExitCode:
     place = new_rank(rank, counts, choice.machines), size, local
     with join_world(config.run.device, config.elastic.timeout_s, place, store) as world:
         planned = Planned(chosen, config, size, world.local, tuple(choice.said))
-        return ExitCode(_train_rank(planned, world).code)
+        return ExitCode(_train_rank(planned, world, hooks).code)
 
 
 def _digest(config: RunConfig) -> str:
     """What every machine of a run must agree on."""
-    settled = {"identity": config.identity(), "steps": config.train.steps, "strategy": config.parallel.strategy}
+    settled = {
+        "identity": config.identity(),
+        "steps": config.train.steps,
+        "strategy": config.parallel.strategy,
+        "placement": config.parallel.placement,
+        # Ranks that sum by other algorithms, or in other buckets, wait for each other for ever.
+        "comm": config.comm.model_dump(mode="json"),
+    }
     return hashlib.sha256(json.dumps(settled, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -212,12 +252,12 @@ def _prepare_together(config: RunConfig, rank: int) -> None:
         time.sleep(0.5)
 
 
-def _train_rank(planned: Planned, world: World) -> Ending:
+def _train_rank(planned: Planned, world: World, hooks: Sequence[Hook] = ()) -> Ending:
     trainer: Trainer | None = None
     config = planned.config
     with guarded_output(config.secrets()):
         try:
-            trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)))
+            trainer = Trainer(config, world, replace(planned, config=with_micro_batch(config, world.size)), hooks)
             trainer.train()
         except Exception as error:
             if not is_out_of_memory(error):

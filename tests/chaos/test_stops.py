@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from meshwright.errors import ExitCode
@@ -73,6 +74,19 @@ def test_signal_to_the_whole_process_group_saves(number: signal.Signals, setting
     assert ended.code == ExitCode.PREEMPTED, ended.err
     assert seconds < GRACE_S
     print_cost(number.name, None, None, 0, f"saved and ended in {seconds:.2f} s")
+    assert checkpoints(training.folder)[-1] == last_step(training.folder)
+
+
+def test_signal_to_every_process_of_the_run_saves(settings: list[str], tmp_path: Path) -> None:
+    # As Slurm and systemd do it: those below a launcher get it from them, and a moment later from the launcher.
+    training = start(tmp_path, settings, "train.steps=100000", fault="phase=end,kind=sleep:2")
+    training.wait_for_step(7)
+    launcher = psutil.Process(training.launcher.pid)
+    for process in [launcher, *launcher.children(recursive=True)] * 2:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.05)
+    ended = training.wait()
+    assert ended.code == ExitCode.PREEMPTED, ended.err
     assert checkpoints(training.folder)[-1] == last_step(training.folder)
 
 

@@ -74,8 +74,22 @@ def test_a_stage_that_becomes_slow_is_named_though_no_other_rank_does_its_work(
     assert max(span["dur"] for span in shown if span["pid"] == 0 and span["cat"] == "idle") > 0.7e6 * SLEEP
 
 
-def test_ranks_that_take_as_long_as_each_other_are_not_named(settings: list[str], tmp_path: Path) -> None:
-    assert not named(train_slowed(tmp_path, settings, "zero=3", slowed(0, "forward"), slowed(1, "forward")))
+def test_a_stage_that_is_slow_from_the_start_is_named_by_its_part_of_the_model(
+    settings: list[str], tmp_path: Path
+) -> None:
+    settings = [*settings, "train.micro_batch=4"]
+    training = train_slowed(tmp_path, settings, "pp=2 schedule=1f1b", slowed(0, "forward"))
+    assert named(training) == {(0, "forward")}
+    (event,) = events(training.folder, "straggler")
+    assert event["relative"] is None
+    assert event["planned"] > 1.6
+
+
+@pytest.mark.parametrize("strategy", ["zero=3", "pp=2 schedule=1f1b"])
+def test_ranks_that_take_as_long_as_each_other_are_not_named(
+    settings: list[str], tmp_path: Path, strategy: str
+) -> None:
+    assert not named(train_slowed(tmp_path, settings, strategy, slowed(0, "forward"), slowed(1, "forward")))
 
 
 def test_timeline_of_a_run_is_a_trace_of_both_ranks(sharded: Training, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.axis_order import parse_order
+from meshwright.axis_order import AUTO, parse_order
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.cluster.fabric import fabric_of
 from meshwright.config import load_config
@@ -43,12 +43,14 @@ def cluster_file(folder: Path, nodes: int, each: int, nic: float, *paths: str) -
 
 
 def modelled(cluster: Cluster, placement: str, *, nodes: bool = True) -> Placement:
-    """What the search finds for these tests' runs with axes in that order; without `nodes`, machines as they come."""
+    """What the search finds for these tests' runs with axes in that order, or in any with auto; without `nodes`,
+    machines as they come."""
     strategy, given = Strategy.parse(STRATEGY, 4), {"sequence_length": 128, "global_batch": 8, "micro_batch": 4}
     spec = model_spec(load_config(overrides=SETTINGS))
     candidate = plan(spec, cluster, precision="float32", strategy=STRATEGY, **given).candidates[0]  # type: ignore[arg-type]
     traffic, fabric = axis_traffic(candidate.scenario, constants()), fabric_of(cluster)
-    best, plain = place(strategy, traffic, fabric, only=parse_order(placement, strategy))
+    only = () if placement == AUTO else parse_order(placement, strategy)
+    best, plain = place(strategy, traffic, fabric, only=only)
     return best if nodes else plain
 
 
@@ -101,8 +103,8 @@ def test_tensor_parallel_inside_a_host_beats_tensor_parallel_across(corpus: Path
 def test_machines_in_the_searched_order_beat_machines_as_they_come(corpus: Path, tmp_path: Path) -> None:
     file = cluster_file(tmp_path, 4, 1, 0.5, BETWEEN)
     given = f"parallel.cluster={file}"
-    # Of the second the machines are searched, and not the axes.
-    runs = {name: [given, f"parallel.placement={name}"] for name in ("in-order", "dp,tp")}
+    # Of the second the machines are searched, and not the axes; of the third both.
+    runs = {name: [given, f"parallel.placement={name}"] for name in ("in-order", "dp,tp", AUTO)}
     with Hosts(4, Path.cwd(), islands=["ac", "bd"]) as hosts:
         hosts.limit_between(mbit=50)
         found = train(hosts, 1, tmp_path, corpus, runs)
@@ -114,6 +116,12 @@ def test_machines_in_the_searched_order_beat_machines_as_they_come(corpus: Path,
     assert found["dp,tp"].losses == pytest.approx(found["in-order"].losses, rel=1e-4)
     assert found["in-order"].step_s > 1.2 * found["dp,tp"].step_s
     assert expected[0] > 1.2 * expected[1]
+    # Left to the search, a training stands as the search says, and is as fast as it says.
+    searched = modelled(cluster, AUTO)
+    assert searched.nodes != (0, 1, 2, 3)
+    assert found[AUTO].hosts == [cluster.names[one] for one in searched.nodes]
+    assert found[AUTO].losses == pytest.approx(found["in-order"].losses, rel=1e-4)
+    assert found["in-order"].step_s > 1.2 * found[AUTO].step_s
 
 
 def test_paths_are_measured_and_say_which_machines_belong_together(tmp_path: Path) -> None:
@@ -139,7 +147,7 @@ def test_paths_are_measured_and_say_which_machines_belong_together(tmp_path: Pat
 
 def test_machines_that_meet_are_numbered_in_the_searched_order(corpus: Path, tmp_path: Path) -> None:
     given = f"parallel.cluster={cluster_file(tmp_path, 4, 1, 0.5, BETWEEN)}"
-    settings = [*SETTINGS, f"data.path={corpus}", given, "parallel.placement=dp,tp"]
+    settings = [*SETTINGS, f"data.path={corpus}", given, "parallel.placement=auto"]
     with Machines(4, tmp_path, settings) as machines:
         trainings = [machines.train(name, "train.steps=2", nodes="4") for name in "abcd"]
         ended = [one.wait(timeout=240) for one in trainings]

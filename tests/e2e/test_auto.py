@@ -78,3 +78,23 @@ def test_a_home_that_cannot_be_written_ends_no_training(
     result = meshwright("train", *settings, XDG_CACHE_HOME=str(home))
     assert result.returncode == 0, result.stderr
     assert "not kept for later plans" in result.stderr
+
+
+@pytest.mark.parametrize("setting", ["comm.allreduce=ring", "parallel.placement=replicate"])
+def test_auto_trains_with_settings_that_refuse_the_fastest_strategy(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    # What is fastest is the estimate's word here, not that of runs which other tests have measured.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    result = meshwright("train", *tiny_run, "--nproc", 2, "run.dir=runs/a", "train.steps=2", setting)
+    assert result.returncode == 0, result.stderr
+    plan = plan_of(tmp_path / "runs/a")
+    assert plan["strategy"] in ("dp=2", "dp=2 zero=1")
+    assert "zero=2" in plan_of_free(meshwright, tiny_run, tmp_path)
+
+
+def plan_of_free(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> str:
+    """What auto takes without the setting."""
+    result = meshwright("train", *tiny_run, "--nproc", 2, "run.dir=runs/free", "train.steps=1")
+    assert result.returncode == 0, result.stderr
+    return str(plan_of(tmp_path / "runs/free")["strategy"])

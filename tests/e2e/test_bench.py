@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.bench_comm import as_json
 from meshwright.cluster.calibration import calibration_file
 from tests.conftest import CommandLine
 
@@ -92,10 +93,49 @@ def test_collectives_are_measured_and_written(meshwright: CommandLine, tmp_path:
     assert "out of bounds values: 0 OK" in result.stdout
     assert "algbw" in result.stdout
     found = json.loads((tmp_path / "comm.json").read_text())
+    assert (found["backend"], found["device"]) == ("gloo", "cpu")
+    assert "ranks, gloo on cpu" in result.stdout
     assert [(row["operation"], row["bytes"], row["ranks"]) for row in found["rows"]] == [
         (operation, size, 2) for operation in ("all_reduce", "send_receive") for size in (8, 4096)
     ]
     assert {line["operation"] for line in found["lines"]} == {"all_reduce", "send_receive"}
+
+
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
+    meshwright: CommandLine, tmp_path: Path
+) -> None:
+    for option in ("--json", "--paths"):
+        for path in ("missing/comm.json", "."):
+            result = meshwright("bench", "comm", *(["all_reduce"] if option == "--json" else []), option, path)
+            assert (result.returncode, result.stdout) == (2, "")
+            assert f"{option} {path} is no file in a folder that is there" in result.stderr
+            assert "Traceback" not in result.stderr
+
+
+def test_what_cannot_be_kept_for_plans_is_told_and_the_file_is_written(meshwright: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    options = ["-b", "64K", "-e", "4M", "-f", 64, "--iters", 1, "--json", tmp_path / "comm.json"]
+    result = meshwright("bench", "comm", "broadcast", *options, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert result.returncode == 2
+    assert "cannot be kept for plans" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert json.loads((tmp_path / "comm.json").read_text())["rows"]
+
+
+def test_numbers_without_end_are_null_in_files(meshwright: CommandLine, tmp_path: Path) -> None:
+    facts = {"lines": [{"bandwidth": float("inf"), "latency_s": 1e-5}], "rows": ({"seconds": float("nan")},)}
+    assert json.loads(as_json(facts)) == {
+        "lines": [{"bandwidth": None, "latency_s": 1e-5}],
+        "rows": [{"seconds": None}],
+    }
+    # So small that times do not grow with sizes: whatever the line, the file is JSON.
+    options = ["--nproc", 2, "-b", 4, "-e", 16, "-f", 2, "--iters", 1, "--warm-up", 0, "--json", "comm.json"]
+    result = meshwright("bench", "comm", "all_reduce", "broadcast", *options)
+    assert result.returncode == 0, result.stderr
+    text = (tmp_path / "comm.json").read_text()
+    assert "Infinity" not in text
+    assert "NaN" not in text
+    assert [row["calls"] for row in json.loads(text)["rows"]] == [1] * 6
 
 
 def test_lines_are_kept_for_plans_and_drawn(meshwright: CommandLine, tmp_path: Path) -> None:

@@ -71,12 +71,13 @@ def test_lines_for_a_shell_are_all_that_is_printed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_wrong_command_says_what_to_change() -> None:
+def test_a_wrong_command_says_what_to_change(tmp_path: Path) -> None:
     for arguments, said in (
         (["--format", "env"], "--nccl"),
         (["--nccl", "--nodes", "0"], "--nodes"),
         (["--nccl", "--json", "--format", "text"], "--json"),
         (["--nccl", "--root", "/nowhere"], "--root"),
+        (["--topology", "--root", str(tmp_path)], "holds neither sys nor proc"),
     ):
         done = doctor(*arguments)
         assert done.returncode == 2
@@ -105,6 +106,21 @@ def test_what_was_calibrated_is_shown(tmp_path: Path) -> None:
     assert "all_reduce of 2 4 MiB in 4 ms, 1.05 GB/s" in flat
     assert "all_gather of 4 on 2 machines 300 us, 0.2 GB/s on the bus (gloo, dp, 2026-01-03)" in flat
     assert "links by themselves" not in flat
+    _nothing_of_here_is_in_a_recorded_machine(tmp_path / "recorded", tmp_path)
     for path in tmp_path.rglob("calibration-*"):
         path.write_text("{")
     assert "is damaged" in " ".join(doctor("--topology", XDG_CACHE_HOME=str(tmp_path)).stdout.split())
+
+
+def _nothing_of_here_is_in_a_recorded_machine(root: Path, cache: Path) -> None:
+    dgx(root).finish("dgx01")
+    for name in ("cpuinfo", "meminfo"):
+        (root / "proc" / name).unlink()
+    here = {"XDG_CACHE_HOME": str(cache), "SLURM_JOB_NODELIST": "gpu[01-02]"}
+    told = " ".join(doctor("--topology", "--root", str(root), **here).stdout.split())
+    assert "nothing yet" in told
+    assert "calibrated" not in told
+    assert "gpu01" not in told
+    assert told.startswith("dgx01: NVIDIA nodes dgx01")
+    facts = json.loads(doctor("--topology", "--json", "--root", str(root), **here).stdout)["topology"]
+    assert (facts["calibrations"], facts["nodes"], facts["cores"], facts["memory_bytes"]) == ([], [], 0, 0)

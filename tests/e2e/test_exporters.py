@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.observe.tensorboard import TAGS
 from tests.conftest import CommandLine
 
 pytestmark = pytest.mark.slow
@@ -116,7 +117,9 @@ def test_a_prometheus_server_scrapes_a_training(tiny_run: list[str], tmp_path: P
             (series,) = found
             assert {name: series["metric"][name] for name in ("rank", "run")} == {"rank": "0", "run": "a"}
             assert series["metric"]["host"] == socket.gethostname()
-            for name in ("step_seconds", "loss", "tokens_per_second", "learning_rate", "steps_skipped_total"):
+            of_steps = ("step_seconds", "loss", "loss_max", "learning_rate", "steps_skipped_total")
+            of_speed = ("tokens_per_second", "model_teraflops_per_second_per_device")
+            for name in (*of_steps, *of_speed):
                 assert len(ask(f"meshwright_{name}")) == 1, name
             assert float(ask("meshwright_memory_bytes{kind='rss'}")[0]["value"][1]) > 1e7
             phases = {series["metric"]["phase"] for series in ask("meshwright_phase_seconds_total > 0")}
@@ -182,6 +185,12 @@ def test_mlflow_gets_the_metrics_and_a_resumed_run_goes_on_there(
     batches = [line["content"] for line in told if line["path"] == "runs/log-batch"]
     metrics = [metric for batch in batches for metric in batch.get("metrics", [])]
     assert [metric["step"] for metric in metrics if metric["key"] == "train/loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    exported = {name for row in rows for name in row} - NOT_EXPORTED
+    assert {"loss_max", "spike_score", "tflops_per_device", "tokens_per_s_per_device"} <= exported
+    for name in exported:
+        sent = {metric["step"]: metric["value"] for metric in metrics if metric["key"] == TAGS[name]}
+        assert sent == {row["step"]: row[name] for row in rows if name in row}, name
     assert {batch["run_id"] for batch in batches} == {"run-0"}
     settings = {entry["key"]: entry["value"] for batch in batches for entry in batch.get("params", [])}
     assert settings["train.steps"] == "6"
@@ -189,6 +198,9 @@ def test_mlflow_gets_the_metrics_and_a_resumed_run_goes_on_there(
     assert ends == ["FINISHED", "RUNNING", "FINISHED"]
     assert {line["authorization"] for line in told} == {"Basic bWU6cGFzcy93b3Jk"}
 
+
+NOT_EXPORTED = {"step", "time", "tokens", "staged_step", "durable_step"}
+"""What says when and where a step was, not how it went."""
 
 TIMED_RUN = """
 import json, sys, time

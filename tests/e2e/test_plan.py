@@ -15,6 +15,7 @@ import pytest
 from meshwright.config import load_config
 from meshwright.observe.ledger import account
 from meshwright.strategy import Strategy
+from tests.conftest import CommandLine
 
 SMALL = ["--model", "llama3.2-1b", "--cluster", "8xh100", "--seq-len", "2048", "--global-batch", "64"]
 
@@ -77,6 +78,20 @@ def test_a_run_file_that_train_takes(tmp_path: Path) -> None:
     strategy = Strategy.parse(config.parallel.strategy, 8)
     strategy.micro_steps(64, config.train.micro_batch)
     assert tomllib.loads(out.read_text())["model"]["preset"] == "llama3.2-1b"
+
+
+@pytest.mark.parametrize(("form", "file"), [("run", "run.toml"), ("deepspeed", "ds_config.json")])
+def test_a_file_that_nobody_has_named_is_not_replaced(
+    meshwright: CommandLine, tmp_path: Path, form: str, file: str
+) -> None:
+    (tmp_path / file).write_text("mine")
+    asked = ("plan", *SMALL, "--strategy", "zero=3", "--emit", form)
+    refused = meshwright(*asked)
+    assert refused.returncode == 2
+    assert f"--out {file} replaces it" in refused.stderr
+    assert (tmp_path / file).read_text() == "mine"
+    assert meshwright(*asked, "--out", file).returncode == 0
+    assert (tmp_path / file).read_text() != "mine"
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from meshwright.cluster.calibration import Calibration, Speeds, write_calibratio
 from meshwright.cluster.cluster import cpu_ranks
 from meshwright.errors import UserError
 from meshwright.models.spec import ModelSpec
-from meshwright.planning.answer import Plan, plan
+from meshwright.planning.answer import plan
+from meshwright.planning.made import Plan
 from meshwright.planning.tryout import try_out
 
 SHAPE = {

@@ -340,3 +340,14 @@ def test_layers_that_are_not_compiled_say_nothing_of_it(
     assert result.returncode == 0, result.stderr
     assert "compiled" not in result.stdout
     assert all(event["event"] != "compiled" for event in events(tmp_path / "a"))
+
+
+def test_a_measured_size_of_buckets_is_told(meshwright: CommandLine, tiny_run: list[str], tmp_path: Path) -> None:
+    asked = ("parallel.strategy=dp=2 compress=topk:0.9", "comm.bucket_mb=auto", "train.steps=1", "run.dir=runs/a")
+    result = meshwright("train", *tiny_run, "--nproc", 2, *asked)
+    assert result.returncode == 0, result.stderr
+    (begun,) = [event for event in events(tmp_path / "runs/a") if event["event"] == "started"]
+    assert isinstance(begun["bucket_mb"], float)
+    told = f"comm   comm.bucket_mb=auto measured what sums take, and chose {begun['bucket_mb']:.4g} MiB"
+    assert result.stdout.count(told) == 1
+    assert result.stdout.count("comm   compress=topk:0.9 sends 180% of") == 1

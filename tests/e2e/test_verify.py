@@ -64,6 +64,78 @@ def test_module_of_ones_own_is_equal(meshwright: CommandLine, net: Path) -> None
     assert "net:Net:" in result.stdout
 
 
+@pytest.mark.parametrize("strategy", ["pp=3", "tp=2 pp=2 sp=off layers=2+1"])
+def test_module_of_ones_own_is_equal_in_stages(meshwright: CommandLine, net: Path, strategy: str) -> None:
+    result = meshwright("verify", "--model", "net:Net", "--parallel", strategy, "--steps", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_stages_with_whole_sequences_between_them_want_sp_off(meshwright: CommandLine, net: Path) -> None:
+    result = meshwright("verify", "--model", "net:Net", "--parallel", "tp=2 pp=2")
+    assert result.returncode == 2
+    assert "between the stages of Net there are whole sequences; use sp=off" in result.stderr
+
+
+TRANSFORMERS = """
+from transformers import AutoConfig, AutoModelForCausalLM
+
+
+def build():
+    config = AutoConfig.for_model(
+        "gemma2", hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=66, pad_token_id=0,
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+"""
+
+
+def test_model_of_transformers_is_equal_in_stages(meshwright: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "gemma.py").write_text(TRANSFORMERS)
+    result = meshwright("verify", "--model", "gemma:build", "--parallel", "pp=2", "--steps", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+MLP = """
+import torch
+from torch import nn
+
+
+class Mlp(nn.Module):
+    pipeline_plan = ("layers.*", "head")
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((6, 12), (12, 20), (20, 8), (8, 10)))
+        self.act = nn.Tanh()
+        self.head = nn.Linear(10, 1)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return self.head(x)
+
+
+def inputs(seed, samples):
+    draw = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(samples, 6, generator=draw), "y": torch.randn(samples, 1, generator=draw)}
+
+
+def loss(model, inputs):
+    return nn.functional.mse_loss(model(inputs["x"]), inputs["y"])
+"""
+
+
+def test_loss_of_ones_own_is_equal_in_stages_and_a_mistake_is_found(meshwright: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "mlp.py").write_text(MLP)
+    result = meshwright("verify", "--model", "mlp:Mlp", "--parallel", "pp=2", "--steps", 2)
+    assert result.returncode == 0, result.stdout + result.stderr
+    wrong = "x = self.act(layer(x)) * (1 + torch.distributed.is_initialized() * (layer is self.layers[2]))"
+    (tmp_path / "mlp.py").write_text(MLP.replace("x = self.act(layer(x))", wrong))
+    result = meshwright("verify", "--model", "mlp:Mlp", "--parallel", "pp=2", "--steps", 2)
+    assert result.returncode == 1
+    assert "the output of layers.3 is the first that departs, in step 1, on rank 1" in result.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["cp=2", "dp=2 cp=2 zero=3", "pp=2 cp=2 schedule=zbv"])
 def test_decoder_that_a_function_builds_is_equal(meshwright: CommandLine, tmp_path: Path, strategy: str) -> None:
@@ -78,9 +150,10 @@ def test_decoder_that_a_function_builds_is_equal(meshwright: CommandLine, tmp_pa
 
 
 def test_what_a_foreign_module_cannot_take_is_refused_first(meshwright: CommandLine, net: Path) -> None:
+    net.write_text(net.read_text().replace("pipeline_plan = ", "unknown = "))
     result = meshwright("verify", "--model", "net:Net", "--parallel", "pp=2")
     assert result.returncode == 2
-    assert "does not know how to cut Net" in result.stderr
+    assert "pp needs to know in which order Net calls its parts" in result.stderr
     assert "one device" not in result.stderr
 
 
@@ -130,7 +203,10 @@ def test_inputs_and_loss_of_ones_own(meshwright: CommandLine, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_layer_that_looks_at_the_whole_batch_is_found(meshwright: CommandLine, tmp_path: Path) -> None:
-    regression(tmp_path / "regression.py", "nn.BatchNorm1d(12)")
+    regression(tmp_path / "regression.py", "Centred()")
+    path = tmp_path / "regression.py"
+    layer = "class Centred(nn.Module):\n    def forward(self, x):\n        return x - x.mean(0)\n"
+    path.write_text(path.read_text() + layer)
     result = meshwright("verify", "--model", "regression:build", "--parallel", "dp=2", "--steps", 1, "--json")
     assert result.returncode == 1, result.stdout + result.stderr
     difference = json.loads(result.stdout)["first_difference"]
@@ -186,12 +262,12 @@ def test_bad_input_is_one_sentence(
 
 
 @pytest.mark.slow
-def test_module_that_does_not_train_on_one_device_is_told_so(meshwright: CommandLine, tmp_path: Path) -> None:
+def test_module_that_cannot_be_built_is_told_with_its_file_and_line(meshwright: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build(): raise RuntimeError('no weights here')\n")
     result = meshwright("verify", "--model", "broken:build", "--parallel", "dp=2")
     assert result.returncode == 2
-    assert "broken:build does not train on one device" in result.stderr
-    assert "no weights here" in result.stderr
+    assert "broken:build fails: RuntimeError: no weights here" in result.stderr
+    assert "broken.py, line 1)" in result.stderr
 
 
 def test_nothing_to_compare_is_refused(meshwright: CommandLine) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -104,6 +106,44 @@ def large(tmp_path_factory: pytest.TempPathFactory, served: Callable[..., str]) 
 def sideways(page: Page) -> int:
     """By how many pixels a page is wider than its window."""
     return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+def test_a_run_that_is_named_twice_is_shown_once(tmp_path: Path, served: Callable[..., str]) -> None:
+    first, second = (write_run(tmp_path / name, "dp=2", world=2, steps=5) for name in ("first", "second"))
+    with urllib.request.urlopen(f"{served(first, second, tmp_path / 'second' / '..' / 'first')}data") as answer:
+        assert [run["name"] for run in json.load(answer)["runs"]] == ["first", "second"]
+
+
+def test_rows_of_ranks_with_several_stages_are_ranks(tmp_path: Path, served: Callable[..., str], opened: Open) -> None:
+    folder = write_run(tmp_path / "run", "dp=2 pp=2 schedule=interleaved:2", world=4, steps=30)
+    page, _ = opened(served(folder))
+    expect(page.locator("#pipeline rect.pass")).not_to_have_count(0)
+    words = page.locator("#pipeline svg text").all_text_contents()
+    assert [word for word in words if word.startswith("rank ")] == ["rank 0", "rank 2"] * 2
+    assert not [word for word in words if word.startswith("stage ")]
+    assert {"0:0", "3:0"} <= set(words)
+    page.locator("#pipeline svg").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator("#pipeline .readout")).to_contain_text("predicted: rank 0, stage 0, forward of micro-batch 0")
+
+
+@pytest.mark.parametrize(("width", "words"), [(1200, ["9", "dp0 tp1"]), (390, ["9", "dp0", "tp1"])])
+def test_cells_of_the_mesh_say_where_a_rank_is(
+    width: int, words: list[str], tmp_path: Path, served: Callable[..., str], opened: Open
+) -> None:
+    folder = write_run(tmp_path / "run", "dp=4 tp=2 pp=2", world=16, steps=5)
+    page, _ = opened(served(folder), width=width)
+    cell = page.locator("#mesh [data-rank='9']")
+    box, inner = cell.locator("rect.cell").bounding_box(), [text.bounding_box() for text in cell.locator("text").all()]
+    assert box is not None
+    assert cell.locator("text").all_text_contents()[: len(words)] == words
+    for one in inner:
+        assert one is not None
+        assert box["x"] <= one["x"]
+        assert one["x"] + one["width"] <= box["x"] + box["width"]
+        assert box["y"] <= one["y"]
+        assert one["y"] + one["height"] <= box["y"] + box["height"]
+    assert sideways(page) == 0
 
 
 def test_a_live_run_moves_and_a_killed_rank_turns_red(
@@ -319,7 +359,9 @@ def test_every_part_of_a_step_has_its_own_look_and_its_name(large: str, opened: 
     assert len(colours) == len(set(colours)) == 11
     assert all(re.match(r"rgb\(|#", colour) for colour in colours)
     drawn = card.locator("[data-bar='rank 0'] .part-forward")
-    assert drawn.evaluate("key => getComputedStyle(key.querySelector('rect')).fill") in colours
+    # Found and asked in one go: the card is drawn anew when something has come.
+    rectangle = "#breakdown [data-bar='rank 0'] .part-forward rect"
+    assert page.evaluate("it => getComputedStyle(document.querySelector(it)).fill", rectangle) in colours
     assert re.match(r"forward \d+", drawn.locator("title").text_content() or "")
     hatched = card.locator("[data-bar='rank 0'] .part-communication rect").nth(1)
     expect(hatched).to_have_attribute("fill", re.compile(r"^url\(#texture-"))

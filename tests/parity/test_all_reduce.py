@@ -9,6 +9,7 @@ import torch.distributed as dist
 from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.comm.all_reduce import all_reduce
 from meshwright.comm.transfers import PIECE
+from meshwright.elastic.failure import RankError
 from meshwright.parallel.world import World
 from meshwright.verify.pool import RankPool
 
@@ -52,6 +53,25 @@ def turned_around(world: World, algorithm: str) -> tuple[bool, int]:
     sent = all_reduce(tensor, algorithm)
     factor = world.size * (world.size + 1) / 2
     return bool(torch.equal(tensor, torch.arange(12.0).view(3, 4).t() * factor)), sum(sent.values())
+
+
+def every_other(world: World) -> bool:
+    tensor = torch.arange(16.0)
+    all_reduce(tensor[::2], "ring")
+    return torch.equal(tensor[::2], torch.arange(0.0, 16.0, 2) * world.size) and bool(tensor[1] == 1)
+
+
+def test_every_other_element_is_summed_in_its_place(pool: RankPool) -> None:
+    assert all(pool.run(every_other, 2))
+
+
+def unknown(world: World) -> None:
+    all_reduce(torch.ones(2), "rong")
+
+
+def test_an_algorithm_that_there_is_not_is_told(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="there is no all-reduce called 'rong'; there are"):
+        pool.run(unknown, 2)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from meshwright.bench import comm_algorithms
-from meshwright.bench.collectives import OPERATIONS
-from meshwright.bench.comm import DTYPES, Asked, measure
+from meshwright.bench.collectives import OPERATIONS, repeated
+from meshwright.bench.comm import DTYPES, Asked, measure, seconds_of
 from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.parallel.world import World
+from meshwright.verify.live_memory import LiveMemory
 from meshwright.verify.pool import RankPool
 
 
@@ -83,3 +84,40 @@ def test_algorithms_send_what_they_should(
         of_backend = row["algorithm"] == comm_algorithms.BACKEND
         assert (row["expected_s"] is None) == (row["link"] is None) == of_backend
         assert (row["node_link"] is None) == (of_backend or node_size is None)
+
+
+def memory_of_checks(world: World, count: int) -> dict[str, tuple[float, int]]:
+    """What a check takes beside what is given and made, as a share of its bytes; and if one wrong number is seen."""
+    found = {}
+    assert dist.group.WORLD is not None
+    for name, kind in OPERATIONS.items():
+        with LiveMemory() as making:
+            one = kind(count, torch.float32, world.device, dist.group.WORLD)
+        with LiveMemory() as checking:
+            wrong = one.wrong()
+        assert wrong == 0
+        assert making.peak < 2.1 * 4 * count
+        one.run = lambda one=one: one.made.copy_(  # type: ignore[method-assign, misc]
+            torch.cat([repeated(part, len(one.made) // len(one.expected())) for part in one.expected()])
+        )[-1].add_(1)
+        found[name] = checking.peak / (4 * count), one.wrong()
+    return found
+
+
+def test_a_check_needs_little_memory_and_sees_the_last_number(pool: RankPool) -> None:
+    for found in pool.run(memory_of_checks, 4, 1 << 21):
+        for name, (share, wrong) in found.items():
+            assert share < 0.25, name
+            assert wrong == 1, name
+
+
+def counted_calls(world: World, warm_up: int, calls: int) -> tuple[int, int]:
+    made = []
+    seconds, told = seconds_of(lambda: made.append(1), Asked((), (), None, warm_up=warm_up, calls=calls), world)
+    assert seconds >= 0
+    return len(made), told
+
+
+@pytest.mark.parametrize(("warm_up", "calls"), [(0, 1), (5, 1), (2, 2), (0, 7), (1, 20)])
+def test_as_many_calls_are_made_as_were_asked_for(warm_up: int, calls: int, pool: RankPool) -> None:
+    assert pool.run(counted_calls, 2, warm_up, calls) == [(warm_up + calls, calls)] * 2

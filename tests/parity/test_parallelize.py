@@ -120,7 +120,7 @@ def test_what_a_model_cannot_take_is_refused_before_a_process_group_is_made() ->
     assert "tp=4 does not divide 6 processes" in refused_before_a_group(6, decoder, "tp=4")
     decoder.model.extra = nn.Parameter(torch.zeros(3))
     assert "covers the parameter model.extra" in refused_before_a_group(2, decoder, "tp=2")
-    assert "does not know how to cut Foreign" in refused_before_a_group(2, Foreign(), "pp=2")
+    assert "pp needs to know in which order Foreign calls its parts" in refused_before_a_group(2, Foreign(), "pp=2")
     assert "Foreign has none; leave ep out" in refused_before_a_group(2, Foreign(), "dp=2 ep=2")
     assert "needs dp or cp of at least 2" in refused_before_a_group(2, Foreign(), "dp=2 offload=parameters")
     assert "has no module 'nowhere'" in refused_before_a_group(2, Foreign(), "zero=3 wrap=name:nowhere")
@@ -240,7 +240,7 @@ def test_dropout_on_split_matrices_needs_the_samples(pool: RankPool) -> None:
 
 
 def test_optimizer_that_cannot_shard_is_refused(pool: RankPool) -> None:
-    with pytest.raises(RankError, match="Adafactor needs whole parameters and cannot be sharded"):
+    with pytest.raises(RankError, match="Adafactor is not known to change every element by itself"):
         pool.run(make_adafactor, 2)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,7 +15,8 @@ from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.comm.all_reduce import all_reduce
 from meshwright.comm.travel import Travel
 from meshwright.errors import ConfigError
-from meshwright.parallel import buckets
+from meshwright.models.shapes import shapes_of
+from meshwright.parallel import buckets, parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.collectives import RecordCollectives
@@ -104,6 +107,37 @@ def test_the_size_of_buckets_holds_for_all_that_sums_whole_gradients(strategy: s
     assert abs(pieces - whole) < 0.01 * whole
     (between, _, _), *_ = pool.run(carried, ranks, strategy, 0.1)
     assert few < between < many
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("dp=2 zero=2", 2), ("dp=2 tp=2", 4), ("dp=2 tp=2 zero=2", 4)])
+def test_buckets_hold_what_a_rank_has_of_layers(strategy: str, ranks: int, pool: RankPool) -> None:
+    """Between one and two layers as a rank has them make a bucket of two, whatever the whole layers would make."""
+    spec = SPECS["gqa"].model_copy(update={"num_hidden_layers": 6})
+    split = Strategy.parse(strategy, ranks)
+    held = sum(prod(shape) for name, shape in shapes_of(spec).items() if name.startswith("model.layers.0."))
+    layer_mb = 4 * held / split.tp / 2**20
+    (counted, _, _), *_ = pool.run(carried, ranks, strategy, 1.5 * layer_mb)
+    (single, _, _), *_ = pool.run(carried, ranks, strategy, 0.9 * layer_mb)
+    # Three buckets of two layers instead of six, with zero=2 in both micro-steps.
+    assert single - counted == 3 * (2 if split.zero == 2 else 1)
+
+
+def test_a_size_is_measured_for_the_gradients_that_a_rank_has(pool: RankPool) -> None:
+    whole, split = (pool.run(measured_for, 4, text)[0] for text in ("dp=4", "dp=2 tp=2"))
+    assert 0.5 * whole <= split < 0.6 * whole
+
+
+def measured_for(world: World, strategy: str) -> int:
+    """Bytes of gradients for which the size of buckets is chosen."""
+    asked: list[int] = []
+
+    def noted(group: dist.ProcessGroup, gradient_bytes: int, device: torch.device) -> float:
+        asked.append(gradient_bytes)
+        return 1.0
+
+    with patch.object(parallelize, "measured_bucket_mb", noted):
+        step_of(world, Case(SPECS["gqa"], strategy, world.size, "float32", settings={"comm": {"bucket_mb": "auto"}}))
+    return asked[0]
 
 
 @pytest.mark.parametrize("strategy", ["dp=2", "dp=2 zero=2"])

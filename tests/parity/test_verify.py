@@ -19,7 +19,7 @@ from meshwright.models.mixture import Mixture
 from meshwright.parallel import data, experts, local_optimizer, parallelize
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.pipeline import Pipeline
-from meshwright.parallel.stages import TiedEmbedding
+from meshwright.parallel.stages import SharedWeight
 from meshwright.parallel.tensor import Axis
 from meshwright.strategy import Strategy
 from meshwright.verify.first_difference import Kind, Search
@@ -113,7 +113,7 @@ def test_swapped_positions_of_a_split_sequence_are_found(prove: Any, monkeypatch
 
 
 def test_gradient_that_tied_stages_do_not_share_is_found(prove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TiedEmbedding, "sum_gradients", lambda self: None)
+    monkeypatch.setattr(SharedWeight, "sum_gradients", lambda self: None)
     difference = first(prove("llama3.2-1b", "dp=1 pp=2"), "parameter gradient")
     # One parameter under two names.
     assert difference["name"] in ("model.embed_tokens.weight", "lm_head.weight")

@@ -51,6 +51,29 @@ def test_waiting_for_another_stage_is_bubble_and_not_communication() -> None:
     assert found.exposed_in == {"reduce": 0.5}
 
 
+def test_a_message_that_comes_while_a_host_does_something_else_is_not_waited_for() -> None:
+    step = Step(0.0, 10.0, PHASES, [(1, 2), (8, 10)], communication=[], waits=[(6, 7)], transfers=[(1.5, 4), (5, 7)])
+    found = break_down(step)
+    assert (found.bubble, found.exposed, found.idle) == (1, 0, 6)
+    assert found.overlapped == 3.5
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_waiting_for_another_stage_in_a_sum_is_bubble_and_not_communication(host: bool) -> None:
+    step = Step(0.0, 10.0, PHASES, [(0, 6)], communication=[(6, 7)], meetings=[(7, 9)], host=host)
+    found = break_down(step)
+    assert (found.bubble, found.exposed, found.idle) == (2, 1, 1)
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_what_comes_after_the_update_is_no_part_of_a_breakdown(host: bool) -> None:
+    phases = [("forward", 0.0), ("evaluate", 4.0), ("stage", 8.0), ("hooks", 9.0), ("data", 9.5)]
+    found = break_down(Step(0.0, 10.0, phases, [(0, 3), (4, 6)], communication=[(3, 4), (6, 9)], host=host))
+    assert (found.compute, found.exposed, found.idle) == (3, 1, 0.5)
+    assert found.exposed_in == {"forward": 1}
+    assert found.net["evaluate"] == 4
+
+
 def test_what_lies_outside_of_the_step_does_not_count() -> None:
     found = break_down(Step(2.0, 6.0, PHASES, [(0, 3)], [(5, 9)], [(-1, 2.5)], host=False))
     assert (found.compute, found.exposed, found.bubble, found.idle) == (1, 1, 0, 2)
@@ -65,23 +88,25 @@ borders = st.lists(st.tuples(st.sampled_from(["forward", "backward", "hooks"]), 
 
 
 @settings(max_examples=300, deadline=None)
-@given(intervals, intervals, intervals, borders, st.booleans())
+@given(intervals, intervals, intervals, intervals, intervals, borders, st.booleans())
 def test_parts_add_up_to_the_wall_time_and_are_never_negative(
     compute: list[Interval],
     communication: list[Interval],
     waits: list[Interval],
+    meetings: list[Interval],
+    transfers: list[Interval],
     later: list[tuple[str, int]],
     host: bool,
 ) -> None:
     phases = [("data", 0.0), *sorted(((name, at / 8) for name, at in later), key=lambda one: one[1])]
-    found = break_down(Step(0.0, 12.0, phases, compute, communication, waits, host))
+    found = break_down(Step(0.0, 12.0, phases, compute, communication, waits, meetings, transfers, host))
     seconds = [found.compute, found.exposed, found.bubble, found.idle]
-    assert sum(seconds) == pytest.approx(12.0)
+    assert sum(seconds) == pytest.approx(12.0 - found.phases.get("hooks", 0.0))
     assert min(*seconds, found.overlapped, *found.net.values()) >= 0
     assert sum(found.net.values()) + found.exposed + found.bubble == pytest.approx(12.0)
     assert sum(found.exposed_in.values()) == pytest.approx(found.exposed)
     assert sum(found.bubble_in.values()) == pytest.approx(found.bubble)
-    assert found.exposed + found.overlapped <= total(union(communication)) + 1e-9
+    assert found.exposed + found.overlapped <= total(union([*communication, *meetings, *transfers])) + 1e-9
 
 
 @settings(max_examples=300, deadline=None)

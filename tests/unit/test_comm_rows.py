@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import get_args
 
 import pytest
@@ -13,7 +14,8 @@ from meshwright.bench.collectives import OPERATIONS
 from meshwright.bench.comm_rows import Row, lines_through, parse_size, sizes
 from meshwright.cli.bench_comm import COLLECTIVES, DTYPES
 from meshwright.comm.algorithms import ALGORITHMS
-from meshwright.comm.bandwidth import fit
+from meshwright.comm.bandwidth import Line
+from meshwright.comm.fitted_line import fit, fit_bent
 from meshwright.comm.travel import BACKEND, Travel
 from meshwright.config import CommSection
 from meshwright.errors import UserError
@@ -59,6 +61,37 @@ def test_a_line_never_promises_less_than_nothing() -> None:
     steep = fit([(8.0, 1e-9), (1024.0, 1.0)])
     assert steep is not None
     assert steep.latency_s >= 0
+
+
+@pytest.mark.parametrize("beyond", [0.5, 3.0])
+def test_a_bend_is_found_where_it_is(beyond: float) -> None:
+    bent = Line(1e-3, 1e7, float(1 << 20), 1e7 * beyond)
+    noise = [1.02, 0.98, 1.0, 1.03, 0.97, 1.01, 0.99, 1.02]
+    points = [(float(size), bent.seconds(size) * off) for size, off in zip(sizes("64K", "8M", 2), noise, strict=True)]
+    found = fit_bent(points)
+    assert found is not None
+    assert found.bend == 1 << 20
+    assert found.beyond == pytest.approx(bent.beyond, rel=0.05)
+    assert found.seconds(3 << 20) == pytest.approx(bent.seconds(3 << 20), rel=0.05)
+    straight = fit(points)
+    assert straight is not None
+    assert straight.bend is None
+
+
+def test_noise_is_no_bend() -> None:
+    draw = random.Random(5)
+    for _ in range(50):
+        points = [(float(size), (1e-3 + size / 1e7) * draw.uniform(0.9, 1.1)) for size in sizes("64K", "8M", 2)]
+        found = fit_bent(points)
+        assert found is not None
+        assert found.seconds(16 << 20) == pytest.approx(1e-3 + (16 << 20) / 1e7, rel=0.2)
+
+
+def test_a_bend_takes_two_sizes_on_each_side() -> None:
+    points = [(1.0, 1.0), (2.0, 2.0), (4.0, 4.0), (8.0, 40.0)]
+    found = fit_bent(points)
+    assert found is not None
+    assert found.bend != 4.0
 
 
 def test_each_operation_and_axis_has_a_line() -> None:

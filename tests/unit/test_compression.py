@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,20 +11,22 @@ from hypothesis import strategies as st
 
 from meshwright.checkpoint.format import Manifest, TensorEntry
 from meshwright.checkpoint.unsent import check_unsent
+from meshwright.cli.main import main
 from meshwright.comm.bandwidth import Line
 from meshwright.comm.bucket_size import LEAST, best_bucket
 from meshwright.comm.compression import Compression, ring
 from meshwright.comm.compressors import KINDS, largest
 from meshwright.config import load_config
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, UserError
 from meshwright.models.presets import preset
+from meshwright.planning.constraints import parse_constraints
 from meshwright.strategy import COMPRESS, Strategy
 from meshwright.training.travel import travel_of
 
 MATRIX = ((4096, 4096),)
 
 
-@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "powersgd:4", "topk:0.01"])
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8", "powersgd:4", "topk:0.01", "topk:1e-3"])
 def test_a_strategy_is_written_as_it_is_read(kind: str) -> None:
     strategy = Strategy.parse(f"compress={kind}", 4)
     assert str(strategy) == f"dp=4 compress={kind}"
@@ -42,8 +46,11 @@ def test_every_kind_that_can_be_written_can_be_run() -> None:
         ("dp=1 pp=2 compress=bf16", 2, "with pp=2"),
         ("dp=1 cp=2 compress=fp16", 2, "with cp=2"),
         ("dp=2 ep=2 compress=powersgd:2", 2, "with ep=2"),
-        ("dp=2 compress=topk", 2, "is not one of"),
-        ("dp=2 compress=topk:2", 2, "is not one of"),
+        ("dp=2 compress=topk", 2, "F is a share, above 0 and below 1, such as topk:0.01"),
+        ("dp=2 compress=topk:2", 2, "F is a share, above 0 and below 1"),
+        ("dp=2 compress=topk:1", 2, "F is a share, above 0 and below 1"),
+        ("dp=2 compress=topk:nan", 2, "F is a share, above 0 and below 1"),
+        ("dp=2 compress=topk:1e-999", 2, "F is a share, above 0 and below 1"),
         ("dp=2 compress=powersgd:0", 2, "is not one of"),
         ("dp=2 compress=gzip", 2, "is not one of"),
     ],
@@ -59,6 +66,45 @@ def test_what_is_remembered_does_not_go_with_a_scale_that_changes(kind: str) -> 
     with pytest.raises(ConfigError, match="may be of another scale"):
         travel_of(load_config(None, ["train.precision=fp16"]), strategy)
     travel_of(load_config(None, ["train.precision=bf16"]), strategy)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("topk:1%", "topk:0.01"), ("topk:12.5%", "topk:0.125"), ("topk:.1%", "topk:0.001")]
+)
+def test_a_percentage_is_told_as_a_share(text: str, share: str) -> None:
+    with pytest.raises(ConfigError, match=f"write {re.escape(share)}$"):
+        Strategy.parse(f"dp=2 compress={text}", 2)
+    Strategy.parse(f"dp=2 compress={share}", 2)
+    with pytest.raises(ConfigError, match=r"write budget:0\.5$"):
+        Strategy.parse("dp=2 recompute=budget:50%", 2)
+    for wrong in ("topk:100%", "topk:0%", "int8:1%"):
+        with pytest.raises(ConfigError) as told:
+            Strategy.parse(f"dp=2 compress={wrong}", 2)
+        assert "write" not in str(told.value)
+
+
+def test_a_plan_says_why_it_does_not_choose_compression() -> None:
+    with pytest.raises(UserError, match=r"no plan chooses it by itself.*name the strategy: 'dp=N compress=int8'"):
+        parse_constraints(["compress=int8"])
+
+
+def test_what_sends_as_much_as_none_is_told() -> None:
+    told = {
+        kind: Compression.parse(kind).in_vain(MATRIX, 4)
+        for kind in ("none", "fp16", "int8", "powersgd:4", "topk:0.01", "powersgd:99999", "topk:0.9")
+    }
+    assert [kind for kind, text in told.items() if text is not None] == ["powersgd:99999", "topk:0.9"]
+    assert "sends 360% of what gradients are uncompressed" in str(told["topk:0.9"])
+    assert "sends 100% of" in str(told["powersgd:99999"])
+    assert Compression.parse("topk:0.9").in_vain(MATRIX, 1) is None
+    assert Compression.parse("bf16").in_vain(MATRIX, 4, element=2) is not None
+
+
+def test_a_plan_tells_of_compression_that_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", "--model", "gpt2", "--cluster", "4xh100", "--seq-len", "1024", "--global-batch", "16"]
+    for kind, told in (("topk:0.9", True), ("topk:0.01", False)):
+        assert main([*asked, "--strategy", f"dp=4 compress={kind}"]) == 0
+        assert ("sends 360% of what gradients are uncompressed" in capsys.readouterr().out) == told
 
 
 def test_known_sizes() -> None:

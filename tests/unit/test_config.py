@@ -78,6 +78,10 @@ def test_setting_in_wrong_section_names_the_right_one() -> None:
     [
         ("train.steps=many", "command line: train.steps = 'many' should be a valid integer"),
         ("train.steps=0", "train.steps = 0 should be greater than 0"),
+        ("comm.bucket_mb=0", "comm.bucket_mb = 0 should be greater than 0, or should be 'auto'"),
+        ("comm.bucket_mb=nan", "comm.bucket_mb = nan should be a finite number, or should be 'auto'"),
+        ("train.lr=nan", "train.lr = nan should be a finite number"),
+        ("elastic.timeout_s=inf", "elastic.timeout_s = inf should be a finite number"),
         ("train.steps=1.5", "train.steps = 1.5 should be a valid integer"),
         ("train.schedule=cos", "should be 'constant', 'cosine', 'linear' or 'wsd'"),
         ("train.deterministic=1", "train.deterministic = 1 should be a valid boolean"),

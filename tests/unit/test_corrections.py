@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.cluster.cluster import parse_cluster
-from meshwright.planning.answer import Plan, plan
+from meshwright.planning.answer import plan
 from meshwright.planning.corrections import WIDEST, corrections_file, observe
+from meshwright.planning.made import Plan
 from meshwright.planning.question import estimate
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import runpy
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from meshwright.cli.main import VERBS
+from meshwright.observe.prometheus import COUNTERS, GAUGES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,6 +19,27 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 def test_settings_page_is_current() -> None:
     made = runpy.run_path(str(ROOT / "docs/make_configuration.py"))["page"]()
     assert (ROOT / "docs/configuration.md").read_text() == made, "run python docs/make_configuration.py"
+
+
+def test_tables_of_other_trainers_are_those_of_the_code() -> None:
+    text = (ROOT / "docs/interop.md").read_text()
+    assert text == runpy.run_path(str(ROOT / "docs/make_interop.py"))["page"](text), "run python docs/make_interop.py"
+    assert text.count("`zero_optimization.") > 50
+
+
+def test_as_many_models_of_transformers_bring_tables_as_the_page_says() -> None:
+    found = find_spec("transformers")
+    assert found is not None
+    assert found.origin is not None
+    files = list(Path(found.origin).parent.glob("models/*/configuration_*.py"))
+    texts = [(path.parent.name, path.read_text("utf-8")) for path in files]
+    counts = []
+    for plan in ("tp", "ep"):
+        given = re.compile(rf"^ +base_model_{plan}_plan[^=\n]*= *(?!None)\S", re.MULTILINE)
+        counts.append(len({folder for folder, text in texts if given.search(text)}))
+    page = " ".join((ROOT / "docs/strategies.md").read_text().split())
+    assert f"`tp_plan`, which {counts[0]} of transformers' folders of models have" in page
+    assert f"`ep_plan`, in {counts[1]} of those folders" in page
 
 
 def test_pictures_are_what_the_algorithms_do() -> None:
@@ -44,3 +67,9 @@ def test_commands_in_code_blocks_are_verbs(page: Path) -> None:
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z-]+)`", page.read_text())) <= targets
+
+
+def test_every_metric_for_prometheus_is_in_the_table() -> None:
+    table = (ROOT / "docs" / "watch.md").read_text().partition("### Prometheus")[2].partition("## ")[0]
+    names = [name for name, _ in GAUGES.values()] + [f"{name}_total" for name, _ in COUNTERS.values()]
+    assert [name for name in names if f"`{name}`" not in table] == []

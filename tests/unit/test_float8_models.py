@@ -18,7 +18,7 @@ from meshwright.models.initialize import build
 from meshwright.models.linear import linear as plain
 from meshwright.models.spec import Experts, ModelSpec
 from meshwright.observe.console import kept_wide
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.own_loop import Parallel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Float8, Precision
 from meshwright.parallel.torch_releases import RELEASE

@@ -57,6 +57,12 @@ def check(found: Goodput, **expected: float) -> None:
     assert {name: seconds for name, seconds in found.parts.items() if seconds > 1e-6} == pytest.approx(expected)
 
 
+def test_steps_whose_update_was_left_out_are_no_progress() -> None:
+    told = [event(100.0, "started", step=0)]
+    lines = [*steps(1, 4, 100.0), *steps(5, 6, 104.0, skipped=1), *steps(7, 8, 106.0)]
+    check(goodput(told, lines), progress=6.0, skipped=2.0)
+
+
 def test_undisturbed_run_is_progress_but_for_its_start_and_evaluation() -> None:
     lines = steps(1, 4, 105.0)
     lines[-1] |= {"time": 111.0, "eval_s": 2.0}

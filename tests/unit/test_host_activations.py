@@ -12,7 +12,7 @@ from meshwright.models.initialize import build
 from meshwright.models.spec import Experts, ModelSpec
 from meshwright.parallel.host_activations import HostActivations
 from meshwright.parallel.host_memory import HostMemory, size_class
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.own_loop import Parallel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.verify.live_memory import LiveMemory
 

@@ -15,7 +15,7 @@ import pytest
 
 from meshwright import torch_support
 
-HEAVY = ("torch", "transformers", "pyarrow", "tokenizers", "wandb")
+HEAVY = ("torch", "transformers", "pyarrow", "tokenizers", "wandb", "kubernetes")
 
 
 def heavy_modules_after(code: str) -> str:
@@ -46,7 +46,11 @@ def heavy_modules_after(code: str) -> str:
         "from meshwright.cli.main import main; main(['watch', 'nowhere', '--web'])",
         "from meshwright.cli.main import main; main(['report', 'nowhere'])",
         "from meshwright.cli.main import main; main(['doctor', '--topology', '--nccl', '--json'])",
+        "import meshwright.launch.kubernetes.cluster",
         "import meshwright; meshwright.plan('tiny', '2xh100')",
+        "from meshwright.interop.emit import forms; forms(); import meshwright.interop.plan_args",
+        "from meshwright.cli.main import main; main(['train', '--deepspeed', 'nowhere.json', '--preset', 'demo'])",
+        "from meshwright.cli.main import main; main(['train', '--megatron-args', 'nowhere', '--preset', 'demo'])",
         "from meshwright.cli.main import main; main(['plan', '--model', 'tiny', '--cluster', '8xh100', '--json'])",
     ],
 )

@@ -18,10 +18,11 @@ from meshwright.cluster.calibration import (
 from meshwright.cluster.cluster import parse_cluster
 from meshwright.cluster.link_lines import LinkLine
 from meshwright.models.presets import preset
-from meshwright.planning.answer import origin, plan
+from meshwright.planning.answer import plan
 from meshwright.planning.corrections import basis_of
 from meshwright.planning.links import Group, Links
 from meshwright.planning.measured_links import MeasuredLinks, links_of
+from meshwright.planning.origin import origin
 from meshwright.planning.question import Question
 from meshwright.planning.retune import slowed
 from meshwright.planning.software import constants
@@ -88,6 +89,8 @@ def test_files_from_before_lines_were_kept_are_read() -> None:
         ({"ranks": 2.5}, "2.5 is no ranks"),
         ({"operation": 3}, "3 is no operation"),
         ({"more": 3}, "more"),
+        ({"bend": 1e6, "beyond": 0.0}, "0.0 bytes/s"),
+        ({"bend": 1e6}, "None is no beyond"),
     ],
 )
 def test_a_damaged_line_makes_the_file_as_if_it_were_not_there_and_is_told(
@@ -117,6 +120,29 @@ def test_a_group_like_a_measured_one_takes_what_its_line_says() -> None:
     # A message of a ring of eight grows with its bytes as one between two does.
     assert found.send(2 * MEBI, far=False) - found.send(MEBI, far=False) == pytest.approx(MEBI / 1e9)
     assert found.all_reduce(Group(1, 1), MEBI) == found.half(eight, 0.0) == 0.0
+
+
+def test_a_line_may_bend() -> None:
+    bent = line("send_receive", 2, 2, bend=MEBI, beyond=5e8)
+    found = links(bent)
+    assert found.send(MEBI, far=False) == pytest.approx(1e-3 + MEBI / 1e9)
+    assert found.send(3 * MEBI, far=False) == pytest.approx(1e-3 + MEBI / 1e9 + 2 * MEBI / 5e8)
+    slower = links(bent.slower(2))
+    assert slower.send(3 * MEBI, far=False) == pytest.approx(1e-3 + 2 * MEBI / 1e9 + 4 * MEBI / 5e8)
+    write_lines("h200", [bent])
+    kept, _ = read_calibration("h200")
+    assert kept is not None
+    assert kept.lines == (bent,)
+
+
+def test_lines_from_before_bends_were_found_are_read() -> None:
+    path, _ = write_lines("h200", [line()])
+    table = json.loads(path.read_text())
+    for row in table["lines"]:
+        del row["bend"], row["beyond"]
+    path.write_text(json.dumps(table))
+    found, ignored = read_calibration("h200")
+    assert (found is not None and found.lines, ignored) == ((line(),), "")
 
 
 def test_links_between_machines_are_measured_apart_from_those_inside() -> None:
@@ -186,6 +212,14 @@ def test_only_lines_that_show_a_bandwidth_are_kept() -> None:
     nothing = ([], ["all_reduce over dp"])
     assert kept_lines(rows((8, 1 << 17)), "gloo", "2.13.0", "2026-02-03") == nothing, "mostly latency"
     assert kept_lines(rows((8, 32), 1e3), "gloo", "2.13.0", "2026-02-03") == nothing, "bytes so few may be noise"
+
+
+def test_what_was_measured_within_a_machine_says_nothing_about_the_network() -> None:
+    """Also where it had more ranks than the machines of a plan have."""
+    plain, measured = links(cluster="4x4xh100"), links(line(ranks=8, inside=8), cluster="4x4xh100")
+    for group in (Group(8, 4), Group(4, 1), Group(16, 4)):
+        assert measured.all_reduce(group, MEBI) == plain.all_reduce(group, MEBI)
+    assert measured.all_reduce(Group(4, 4), MEBI) != plain.all_reduce(Group(4, 4), MEBI)
 
 
 def test_machines_that_share_a_domain_of_fast_links_are_one() -> None:

@@ -153,9 +153,9 @@ def test_optimizer_that_needs_whole_parameters_is_refused_with_alternatives(kind
     with pytest.raises(ConfigError) as caught:
         LocalOptimizer([{"params": [weight]}], kind, on_host=True)
     said = str(caught.value)
-    assert said.startswith(f"{kind.__name__} needs whole parameters and cannot be sharded; ")
+    assert said.startswith(f"{kind.__name__} is not known to change every element by itself, so that it cannot be ")
     assert "use zero=0, tp=1 and ep=1 without offload, or one of AdamW, Adam, SGD" in said
-    with pytest.raises(ConfigError, match=f"{kind.__name__} needs whole parameters"):
+    with pytest.raises(ConfigError, match=f"{kind.__name__} is not known to change every element"):
         parallelize(nn.Linear(2, 2), "offload=optimizer").optimizer(kind)
     assert isinstance(parallelize(nn.Linear(2, 2), "dp=1").optimizer(kind), kind)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from meshwright.cli.doctor_nccl import shell_lines
@@ -191,6 +191,12 @@ WRONG = [
     ("dgx", {"NCCL_P2P_LEVEL": "phb"}, "NCCL_P2P_LEVEL", Level.WARNING, "'PHB'"),
     ("dgx", {"NCCL_P2P_LEVEL": "LOC"}, "NCCL_P2P_LEVEL", Level.WARNING, "directly"),
     ("dgx", {"NCCL_NET_GDR_LEVEL": "LOC"}, "NCCL_NET_GDR_LEVEL", Level.WARNING, "switched off"),
+    ("dgx", {"NCCL_NET_GDR_LEVEL": "9"}, "NCCL_NET_GDR_LEVEL", Level.WARNING, "'9' is no level: they end at 5"),
+    ("dgx", {"NCCL_P2P_LEVEL": "12"}, "NCCL_P2P_LEVEL", Level.WARNING, "'12' is no level"),
+    ("dgx", {"NCCL_ALGO": "Foo"}, "NCCL_ALGO", Level.BREAKS, "'Foo' is no word for it"),
+    ("dgx", {"NCCL_ALGO": "^Tree,Rng"}, "NCCL_ALGO", Level.BREAKS, "'Rng' is no word for it (did you mean 'RING'?)"),
+    ("dgx", {"NCCL_ALGO": "ring;allreduce:tree, nvls"}, "NCCL_ALGO", Level.BREAKS, "' nvls' is no word"),
+    ("dgx", {"NCCL_PROTO": "LL256"}, "NCCL_PROTO", Level.BREAKS, "'LL256' is no word for it"),
     ("dgx", {"NCCL_TOPO_FILE": "/nowhere.xml"}, "NCCL_TOPO_FILE", Level.WARNING, "/nowhere.xml"),
     ("dgx", {"NCCL_GRAPH_FILE": "/nowhere.xml"}, "NCCL_GRAPH_FILE", Level.BREAKS, "/nowhere.xml"),
     ("dgx", {"NCCL_DEBUG_FILE": "/nowhere/%h"}, "NCCL_DEBUG_FILE", Level.WARNING, "no folder /nowhere"),
@@ -199,6 +205,16 @@ WRONG = [
     ("cloud", {"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"}, "NCCL_NSOCKS_PERTHREAD", Level.WARNING,
      "128"),
     ("cloud", {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}, "NCCL_SHM_DISABLE", Level.WARNING, "shared memory"),
+    ("dgx", {"NCCL_SHM_DISABLE": "1"}, "NCCL_SHM_DISABLE", Level.WARNING, "shared memory"),
+    (
+        "dgx",
+        {"NCCL_MIN_NCHANNELS": "32", "NCCL_MAX_NCHANNELS": "4"},
+        "NCCL_MIN_NCHANNELS",
+        Level.WARNING,
+        "NCCL_MAX_NCHANNELS=4",
+    ),
+    ("dgx", {"NCCL_NTHREADS": "7"}, "NCCL_NTHREADS", Level.WARNING, "no multiple of 32"),
+    ("dgx", {"NCCL_NET": "Sockets"}, "NCCL_NET", Level.WARNING, "did you mean 'Socket'"),
     ("dgx", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING", Level.WARNING, "not handled"),
     ("dgx", {"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT", Level.WARNING, "blocks"),
 ]  # fmt: skip
@@ -215,6 +231,17 @@ def test_nonsense_is_told(
     assert environment.items() <= {kept.name: kept.value for kept in profile.kept}.items()
     # Without it nothing of the kind is said.
     assert all(finding.about != name for finding in nccl_profile(machines[machine], {}).findings)
+
+
+@pytest.mark.parametrize(("threads", "taken"), [("7", 512), ("1024", 512), ("32", 64)])
+def test_a_number_of_threads_that_nccl_does_not_take_is_told_with_the_one_it_takes(
+    threads: str, taken: int, machines: dict[str, Hardware]
+) -> None:
+    cost = about(nccl_profile(machines["dgx"], {"NCCL_NTHREADS": threads}), "NCCL_NTHREADS").cost
+    assert f"NCCL takes {taken} instead" in cost
+    for right in ("0", "96", "512"):
+        found = nccl_profile(machines["dgx"], {"NCCL_NTHREADS": right}).findings
+        assert all(one.about != "NCCL_NTHREADS" for one in found)
 
 
 def test_costs_are_told_in_numbers(machines: dict[str, Hardware], tmp_path: Path) -> None:
@@ -311,6 +338,7 @@ names = st.one_of(
     environment=st.dictionaries(names, values, max_size=8),
     count=st.integers(1, 300),
 )
+@example(kind="bonded", environment={"NCCL_SOCKET_IFNAME": "lo"}, count=2)
 def test_no_environment_breaks_it_and_none_is_overruled(
     kind: str, environment: dict[str, str], count: int, machines: dict[str, Hardware]
 ) -> None:
@@ -335,3 +363,38 @@ def test_fabric_ports_are_all_where_none_is_beside_a_gpu(tmp_path: Path) -> None
     assert [port.device for port in fabric_ports(found)] == ["mlx5_0", "mlx5_1"]
     question = next(one for one in nccl_profile(found, {}).questions if one.name == "NCCL_NET_GDR_LEVEL")
     assert "PHB" in question.reason
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"NCCL_ALGO": "Ring"},
+        {"NCCL_ALGO": "^tree,CollnetChain"},
+        {"NCCL_ALGO": "ring;allreduce:tree,NVLSTree;broadcast:^PAT"},
+        {"NCCL_PROTO": "^LL128;allreduce:Simple"},
+        {"NCCL_NET_GDR_LEVEL": "5"},
+        {"NCCL_P2P_LEVEL": "2"},
+    ],
+)
+def test_what_nccl_takes_is_not_told(settings: dict[str, str], machines: dict[str, Hardware]) -> None:
+    assert not [one for one in nccl_profile(machines["dgx"], settings).findings if one.about in settings]
+
+
+def test_a_port_that_a_device_has_not_is_told_as_that(machines: dict[str, Hardware]) -> None:
+    findings = nccl_profile(machines["dgx"], given_settings({"NCCL_IB_HCA": "=mlx5_0:7,mlx5_3"})).findings
+    assert next(one.text for one in findings) == "mlx5_0 has no such port; it has 1"
+
+
+def test_interfaces_of_unlike_rates_are_told_by_their_own(machines: dict[str, Hardware]) -> None:
+    cost = about(nccl_profile(machines["roce"], given_settings({"NCCL_IB_DISABLE": "1"})), "NCCL_IB_DISABLE").cost
+    assert "4 x 100 Gb/s + 1 x 25 Gb/s (eno1, ens1f0, ens2f0 and more)" in cost
+
+
+def test_advice_is_what_the_profile_would_set(machines: dict[str, Hardware]) -> None:
+    profile = nccl_profile(machines["dgx"], given_settings({"NCCL_SOCKET_IFNAME": "lo"}))
+    (kept,) = [one for one in profile.kept if one.name == "NCCL_SOCKET_IFNAME"]
+    assert kept.ours == "=eno3"
+    assert about(profile, "NCCL_SOCKET_IFNAME").remedy == "=eno3 is there, 10 Gb/s"
+    # Where sockets carry all traffic, the fastest are the best.
+    profile = nccl_profile(machines["dgx"], given_settings({"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}))
+    assert about(profile, "NCCL_SOCKET_IFNAME").remedy == "=ib0 is there, 400 Gb/s"

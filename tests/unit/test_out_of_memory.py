@@ -17,6 +17,7 @@ from meshwright.training.job import make_job
 from meshwright.training.out_of_memory import (
     OutOfMemory,
     SmallerMicroBatch,
+    _advice,
     explain,
     is_out_of_memory,
     micro_batch_of,
@@ -110,3 +111,13 @@ def test_retry_leaves_a_smaller_micro_batch_for_the_next_start_and_gives_way_to_
     last = explain(error_of(lambda: torch.empty(2**50)), retry, World(), Trainer(with_micro_batch(retry, 1), World()))
     assert isinstance(last, OutOfMemory)
     assert "train.micro_batch=" not in str(last)
+
+
+def test_advice_is_what_the_strategy_can_take() -> None:
+    def advice(strategy: str) -> str:
+        return _advice(load_config(None, [f"parallel.strategy={strategy}"]), None)
+
+    assert "add zero=3, which splits" in advice("dp=2")
+    compressed = advice("dp=2 compress=topk:0.01")
+    assert compressed.index("drop compress=topk:0.01") < compressed.index("then add zero=3")
+    assert "add zero=3" not in advice("dp=2 zero=1")

@@ -19,10 +19,11 @@ from meshwright.cluster.calibration import (
 )
 from meshwright.cluster.cluster import Cluster, cores_here, cpu_ranks, parse_cluster
 from meshwright.models.presets import preset
-from meshwright.planning.answer import origin, plan
+from meshwright.planning.answer import plan
 from meshwright.planning.calibrate import calibrate
 from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.measure import ON_CPU, decoder
+from meshwright.planning.origin import origin
 from meshwright.planning.question import Question, estimate
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.search import search

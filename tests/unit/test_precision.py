@@ -12,7 +12,7 @@ from meshwright.models.initialize import build
 from meshwright.models.mixture import mixtures
 from meshwright.models.reads import around_forward
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.own_loop import Parallel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Float8, Precision, not_in_float8
 from meshwright.training.precision import precision_of

@@ -17,7 +17,7 @@ from meshwright.models.decoder import Decoder
 from meshwright.models.initialize import build
 from meshwright.models.mixture import mixtures
 from meshwright.models.spec import ModelSpec
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.own_loop import Parallel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Precision
 from meshwright.training.loss import cross_entropy

@@ -36,3 +36,15 @@ def test_wsd_is_stable_until_its_decay() -> None:
 def test_a_longer_run_goes_on_at_the_lowest_rate() -> None:
     train = TrainSection(steps=10, lr=1.0, min_lr=0.1)
     assert learning_rate(train, 25) == pytest.approx(0.1)
+
+
+def test_warm_up_starts_at_its_own_rate_and_may_rise_with_the_logarithm() -> None:
+    assert rates(warmup_steps=4, warmup_lr=0.2, schedule="constant")[:5] == [0.4, 0.6, 0.8, 1.0, 1.0]
+    assert rates(warmup_steps=4, warmup="log", schedule="constant")[:5] == [0.0, 0.5, 0.792481, 1.0, 1.0]
+    assert rates(warmup_steps=1, warmup="log", schedule="constant")[:2] == [0.0, 1.0]
+
+
+def test_schedule_may_end_before_or_after_the_run() -> None:
+    assert rates(schedule="linear", schedule_steps=5, min_lr=0.5)[3:7] == [0.7, 0.6, 0.5, 0.5]
+    assert rates(schedule="linear", schedule_steps=20)[9] == 0.55
+    assert rates(schedule="wsd", schedule_steps=20)[9] == 1.0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,6 +96,34 @@ def test_a_rank_that_is_alone_in_its_stage_is_compared_with_its_own_best() -> No
     assert found.relative is None
     assert abs(found.own - 3) < 1e-9
     assert "3.0 times its own best" in sentence(found)
+
+
+def with_work(told: list[Sections], *work: float) -> list[Sections]:
+    """The same, where a plan says what passes take."""
+    return [replace(one, work={"forward": part, "backward": 2 * part}) for one, part in zip(told, work, strict=True)]
+
+
+def test_a_stage_that_is_slow_from_the_start_is_named_by_what_a_plan_gives_it() -> None:
+    slow = {(1, "forward"): 3.0}
+    assert not named(Stragglers(), *[window(2, slow, kinds=2)] * 3), "without a plan nobody knows"
+    assert not named(Stragglers(), *[with_work(window(2, kinds=2), 1, 2)] * 3), "the second has twice the work"
+    judge = Stragglers()
+    assert named(judge, *[with_work(window(2, slow, kinds=2), 1, 2)] * 3) == {(1, "forward")}
+    (found,) = judge.slow.values()
+    assert (found.relative, found.own) == (None, 1.0)
+    assert found.planned == pytest.approx(3)
+    assert found.excess_s == pytest.approx(USUAL["forward"] * 2 * 2)
+    assert "3.0 times what its stage should take" in sentence(found)
+    assert "best" not in sentence(found)
+
+
+def test_a_plan_that_is_wrong_about_a_stage_by_half_names_nobody() -> None:
+    assert not named(Stragglers(), *[with_work(window(2, kinds=2), 1, 1.35)] * 3)
+
+
+def test_all_ranks_of_a_stage_may_be_slow_together() -> None:
+    slow = {(rank, "backward"): 2.5 for rank in (2, 3)}
+    assert named(Stragglers(), *[with_work(window(6, slow, kinds=3), 1, 1, 2, 2, 3, 3)] * 3) == set(slow)
 
 
 def test_a_batch_that_grows_for_everybody_names_nobody() -> None:

@@ -16,7 +16,10 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.tensor import check
 from tests.unit.specs import SPECS, small
 
-OF_PARAMETERS = "column, row, heads, shared, experts, vocabulary, head, tokens, lookup, dropout"
+OF_PARAMETERS = (
+    "column, row, heads, outputs, outputs-whole, inputs, inputs-own, shared, experts, experts-summed, vocabulary, "
+    "head, tokens, lookup, dropout"
+)
 RULES = f"region, {OF_PARAMETERS}"
 
 

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from meshwright.observe.tensorboard import EventWriter
+from meshwright.observe.curves import SERIES
+from meshwright.observe.tensorboard import TAGS, EventWriter
+
+
+def test_whatever_has_a_curve_here_has_a_tag_elsewhere() -> None:
+    assert set(SERIES) <= TAGS.keys()
+    assert len(set(TAGS.values())) == len(TAGS)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from meshwright.observe.event_words import sentence
+from meshwright.observe.event_words import details, sentence
 from meshwright.observe.picture import draw
 from meshwright.observe.rank_bar import BLOCKS, LETTERS, bar, cells, scale, sparkline
 from meshwright.observe.terminal import Watched, status
@@ -153,11 +153,18 @@ def test_scale_has_its_mark() -> None:
 def test_events_are_sentences() -> None:
     assert sentence(
         {"event": "failed", "rank": 1, "host": "a", "cause": "ended by SIGKILL", "step": 7, "phase": "data"}
-    ) == ("rank 1 on a failed: ended by SIGKILL, in data of step 7")
+    ) == ("failed at step 7: rank 1 on a: ended by SIGKILL, in data")
     assert sentence({"event": "straggler", "rank": 3, "phase": "forward", "step": 9, "relative": None, "own": 3.0}) == (
-        "rank 3 is slow in forward since step 9: 3.0 times its own best"
+        "straggler at step 9: rank 3 in forward: 3.0 times its own best"
     )
     assert (
         sentence({"event": "checkpoint_failed", "step": 3, "error": "disk full"})
         == "checkpoint failed at step 3: disk full"
+    )
+    saved = {"event": "checkpoint", "step": 4, "path": "step-4", "bytes": 3 << 20, "seconds": 0.25, "stalled_s": 0.0125}
+    assert sentence(saved) == "checkpoint at step 4: step-4, 3 MiB in 0.25 s; training waited 0.0125 s"
+    assert sentence({"event": "unsent_dropped", "error": "a\x1b[31mb"}) == "unsent dropped: a [31mb"
+    assert details({"event": "hang", "text": "rank 0\nrank 1"}) == "rank 0\nrank 1"
+    assert sentence({"event": "retuned", "time": 3.0, "step": 1, "micro_batch": 2, "gone": None}) == (
+        "retuned at step 1: micro batch 2"
     )

@@ -87,7 +87,7 @@ def test_the_steps_that_are_taken_are_those_of_clipping_and_an_ordinary_update(
             update_if_fit(one, ONE if skip else ZERO, give_gradients(ours, number, factor), clip, scale)
             norm = give_gradients(theirs, number, scale)
             if not skip:
-                update(other, theirs, norm, clip, scale)
+                update([other], theirs, norm, clip, scale)
     for found, expected in zip(held(one, ours), held(other, theirs), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -108,7 +108,7 @@ class filled_memory:
 def test_an_ordinary_update_is_clipping_and_a_step() -> None:
     ours, theirs = parameters(), parameters()
     one, other = (torch.optim.SGD(params, lr=1e-2) for params in (ours, theirs))
-    update(one, ours, give_gradients(ours, 1, 4.0), 0.5, 4.0)
+    update([one], ours, give_gradients(ours, 1, 4.0), 0.5, 4.0)
     give_gradients(theirs, 1, 4.0)
     clip_grad_norm_(theirs, 0.5, scale=4.0)
     other.step()

@@ -36,19 +36,30 @@ def shown(folder: Path) -> tuple[dict[str, Any], str, str, str]:
 
 def test_every_display_tells_the_same_speed(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=100)
-    # The first of these is beyond the last 50 steps, and the last one alone is another figure than their mean.
+    # The first of these is beyond the last 50 steps, and the last one alone is another figure than their mean: it took
+    # hardly any of their time.
     speeds = {101: 5e6, **dict.fromkeys(range(102, 151), 1000.0), 151: 51_000.0}
     for step, pace in speeds.items():
         facts = {"tokens_per_s": pace, "tflops_per_device": pace / 100, "mfu": pace / 1e5, "step_s": 4096 / pace}
         append(folder / "metrics.jsonl", {"step": step, "loss": 2.0, **facts})
     page, picture, line, end = shown(folder)
-    assert page["speeds"] == pytest.approx({"steps": 50, "tokens_per_s": 2000, "tflops_per_device": 20, "mfu": 0.02})
+    assert page["speeds"] == pytest.approx(
+        {"steps": 50, "tokens_per_s": 1020, "tflops_per_device": 10.2, "mfu": 0.0102}
+    )
     tokens = next(one for one in page["comparison"]["figures"] if one["name"] == "tokens/s")
-    assert tokens["measured"] == pytest.approx(2000)
-    assert re.search(r"^tokens/s +2,000 .* MFU 2\.0%, means of 50 steps$", picture, re.MULTILINE)
-    assert "2,000 tokens/s (mean of 50 steps)" in line
-    assert "tokens/s     2,000 (500 per rank), mean of the last 50 steps" in end
-    assert "MFU          2.0%, mean of the last 50 steps" in end
+    assert tokens["measured"] == pytest.approx(1020)
+    assert re.search(r"^tokens/s +1,020 .* MFU 1\.0%, means of 50 steps$", picture, re.MULTILINE)
+    assert "1,020 tokens/s (mean of 50 steps)" in line
+    assert "tokens/s     1,020 (255 per rank), mean of the last 50 steps" in end
+    assert "MFU          1.0%, mean of the last 50 steps" in end
+
+
+def test_a_run_that_goes_on_without_compression_tells_no_compressed_bytes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=100)
+    append(folder / "metrics.jsonl", {"step": 101, "loss": 2.0, "sent_mib": 3.0, "sent_share": 0.25})
+    assert "gradients    3 MiB sent a step and rank, 25.0%" in shown(folder)[3]
+    append(folder / "metrics.jsonl", {"step": 102, "loss": 2.0})
+    assert "gradients" not in shown(folder)[3]
 
 
 def test_a_young_run_says_of_how_many_steps_its_speed_is() -> None:

@@ -344,6 +344,13 @@ def test_mistakes_on_the_command_line_are_told(
         ([tmp_path, "--web"], "holds no run"),
         ([run_folder, "--web", "--host", "0.0.0.0"], "needs a --token-file"),
         ([run_folder, "--web", "--port", "70000"], "is not a port"),
+        ([run_folder, "--web", "--trace", tmp_path / "q.json"], "--web and --trace are two ways"),
+        ([run_folder, "--web", "--once"], "--web and --once are two ways"),
+        ([run_folder, "--once", "--trace", tmp_path / "q.json"], "--trace and --once are two ways"),
+        ([run_folder, "--web", "--steps", "3:5"], "say --trace FILE, too"),
+        ([run_folder, "--once", "--port", "0"], "--port says how the page is served; say --web, too"),
+        ([run_folder, "--once", "--token-file", token], "--token-file says how"),
+        ([run_folder, "--once", "--host", "127.0.0.1"], "--host says how"),
         ([run_folder, "--web", "--host", "192.0.2.1", "--token-file", token], "cannot listen on 192.0.2.1"),
     ):
         assert main(["watch", *map(str, arguments)]) == 2

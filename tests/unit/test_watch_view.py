@@ -114,6 +114,17 @@ def test_a_run_whose_processes_are_gone_has_failed(tmp_path: Path, dead_pid: int
     view = RunView(folder).refresh()
     assert view.state == "failed"
     assert "without a word" in view.reason
+    assert [rank.state for rank in view.ranks] == ["lost", "lost"], "nobody is left who could tell of the first"
+
+
+def test_without_events_the_steps_and_the_lock_say_how_a_run_stands(tmp_path: Path, dead_pid: int) -> None:
+    for name, pid, state in (("alive", os.getpid(), "running"), ("gone", dead_pid, "silent")):
+        folder = write_run(tmp_path / name, "dp=2", world=2, steps=10, end=None, pid=pid)
+        (folder / "events.jsonl").unlink()
+        view = RunView(folder).refresh()
+        assert (view.state, view.step) == (state, 10)
+        (folder / "metrics.jsonl").unlink()
+        assert RunView(folder).refresh().state == "waiting"
 
 
 def test_a_rank_whose_process_is_gone_is_lost_before_anyone_says_so(tmp_path: Path, dead_pid: int) -> None:
@@ -256,12 +267,12 @@ def test_rubbish_in_a_file_is_no_error(tmp_path: Path, name: str, rubbish: bytes
 def test_what_goes_to_a_browser_is_plain_json_of_bearable_length(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "dp=2", world=2, steps=5)
     append(
-        folder / "events.jsonl", {"event": "spike", "loss": float("nan"), "best": float("inf"), "text": "x" * 100_000}
+        folder / "events.jsonl", {"event": "spike", "time": float("nan"), "step": float("inf"), "text": "x" * 100_000}
     )
     text = to_text(snapshot([RunView(folder).refresh()]))
     event = json.loads(text, parse_constant=pytest.fail)["runs"][0]["events"][-1]
-    assert (event["loss"], event["best"]) == (None, None)
-    assert len(event["text"]) < 5000
+    assert (event["time"], event["step"]) == (None, None)
+    assert len(event["words"]) < 5000
 
 
 def test_changes_lead_from_one_snapshot_to_the_next(tmp_path: Path) -> None:

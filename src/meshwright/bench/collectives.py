@@ -1,7 +1,8 @@
 """Collectives to be measured: what each is given and gives, of a size as nccl-tests counts it, and if it is right.
 
 Every rank puts in numbers that follow from who it is and where they are, small whole ones, so that sums are exact in
-every dtype; what comes out can be computed by anyone.
+every dtype; what comes out can be computed by anyone. Numbers repeat after a few places, and so do their sums: a check
+needs no memory to speak of beside what is sent.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from meshwright.parallel.torch_releases import all_gather_into, reduce_scatter_i
 
 PERIOD = 13
 """Numbers repeat after so many places, differently on every rank."""
+_PIECE = PERIOD << 14
+"""Elements that are looked at together."""
 
 
 class Collective(ABC):
@@ -30,7 +33,7 @@ class Collective(ABC):
         """`count` elements, as nccl-tests counts them."""
         self.count, self.dtype, self.device, self.group = count, dtype, device, group
         self.rank, self.ranks = group.rank(), group.size()
-        self.given = self.numbers(self.rank, self.count_given())
+        self.given = repeated(self.numbers(self.rank), self.count_given())
         self.made = torch.zeros(self.count_made(), dtype=dtype, device=device)
 
     def count_given(self) -> int:
@@ -41,9 +44,9 @@ class Collective(ABC):
         """Elements that come out on a rank."""
         return self.count
 
-    def numbers(self, rank: int, count: int, first: int = 0) -> Tensor:
-        """What a rank puts in, from a place on."""
-        places = torch.arange(first, first + count, device=self.device)
+    def numbers(self, rank: int, first: int = 0) -> Tensor:
+        """What a rank puts in again and again, from a place on."""
+        places = torch.arange(first, first + PERIOD, device=self.device)
         # Sums of so many are exact in eight bits of a fraction.
         most = 4 if self.ranks <= 64 else 2
         return ((places + 3 * rank) % PERIOD % most).to(self.dtype)
@@ -52,17 +55,35 @@ class Collective(ABC):
     def run(self) -> None:
         """Do it once."""
 
+    def summed(self, first: int = 0) -> Tensor:
+        """The sum of what all ranks put in."""
+        return torch.stack([self.numbers(rank, first) for rank in range(self.ranks)]).sum(dim=0, dtype=self.dtype)
+
     @abstractmethod
-    def expected(self) -> Tensor:
-        """What must come out here when it is done once, from what was put in."""
+    def expected(self) -> list[Tensor]:
+        """What must come out here when it is done once, in equal parts: the numbers that each repeats."""
 
     def wrong(self) -> int:
         """How many elements are wrong after one call from what was put in."""
         self.made.zero_()
         self.run()
+        return self.differences()
+
+    def differences(self) -> int:
+        """How many elements are not what they must be."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return int((self.made != self.expected()).sum())
+        parts = self.expected()
+        rows, found = self.made.view(len(parts), -1), 0
+        for row, numbers in zip(rows, parts, strict=True):
+            wanted = repeated(numbers, min(_PIECE, len(row)))
+            found += sum(int((piece != wanted[: len(piece)]).sum()) for piece in row.split(_PIECE))
+        return found
+
+
+def repeated(numbers: Tensor, count: int) -> Tensor:
+    """So many elements of numbers that repeat."""
+    return numbers.repeat(-(-count // len(numbers)))[:count]
 
 
 class AllReduce(Collective):
@@ -73,13 +94,13 @@ class AllReduce(Collective):
     def wrong(self) -> int:
         self.made.copy_(self.given)
         self.run()
-        found = int((self.made != self.expected()).sum())
+        found = self.differences()
         # Sums of sums would grow without end.
         self.made.zero_()
         return found
 
-    def expected(self) -> Tensor:
-        return torch.stack([self.numbers(rank, self.count) for rank in range(self.ranks)]).sum(dim=0, dtype=self.dtype)
+    def expected(self) -> list[Tensor]:
+        return [self.summed()]
 
 
 class ReduceScatter(Collective):
@@ -91,10 +112,8 @@ class ReduceScatter(Collective):
     def run(self) -> None:
         reduce_scatter_into(self.made, self.given, group=self.group)
 
-    def expected(self) -> Tensor:
-        own = self.count_made()
-        parts = [self.numbers(rank, own, self.rank * own) for rank in range(self.ranks)]
-        return torch.stack(parts).sum(dim=0, dtype=self.dtype)
+    def expected(self) -> list[Tensor]:
+        return [self.summed(self.rank * self.count_made())]
 
 
 class AllGather(Collective):
@@ -106,8 +125,8 @@ class AllGather(Collective):
     def run(self) -> None:
         all_gather_into(self.made, self.given, group=self.group)
 
-    def expected(self) -> Tensor:
-        return torch.cat([self.numbers(rank, self.count_given()) for rank in range(self.ranks)])
+    def expected(self) -> list[Tensor]:
+        return [self.numbers(rank) for rank in range(self.ranks)]
 
 
 class AllToAll(Collective):
@@ -116,9 +135,8 @@ class AllToAll(Collective):
     def run(self) -> None:
         dist.all_to_all_single(self.made, self.given, group=self.group)
 
-    def expected(self) -> Tensor:
-        own = self.count // self.ranks
-        return torch.cat([self.numbers(rank, own, self.rank * own) for rank in range(self.ranks)])
+    def expected(self) -> list[Tensor]:
+        return [self.numbers(rank, self.rank * (self.count // self.ranks)) for rank in range(self.ranks)]
 
 
 class Broadcast(Collective):
@@ -128,10 +146,10 @@ class Broadcast(Collective):
     def wrong(self) -> int:
         self.made.copy_(self.given)
         self.run()
-        return int((self.made != self.expected()).sum())
+        return self.differences()
 
-    def expected(self) -> Tensor:
-        return self.numbers(0, self.count)
+    def expected(self) -> list[Tensor]:
+        return [self.numbers(0)]
 
 
 class SendReceive(Collective):
@@ -141,8 +159,8 @@ class SendReceive(Collective):
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         exchange(self.given, after, self.made, before, self.group).wait()
 
-    def expected(self) -> Tensor:
-        return self.numbers((self.rank - 1) % self.ranks, self.count)
+    def expected(self) -> list[Tensor]:
+        return [self.numbers((self.rank - 1) % self.ranks)]
 
 
 OPERATIONS: dict[str, type[Collective]] = {

@@ -27,7 +27,7 @@ from meshwright.strategy import Strategy
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORLD = "world"
 _LONG_S = 2.0
-"""Calls of one row take no longer than this, if three of them do not."""
+"""Calls of one row take no longer than this, unless three of them do; fewer are made where fewer are asked for."""
 _LEAST = 3
 
 
@@ -68,7 +68,7 @@ def measure(asked: Asked, out: str | None, world: World) -> None:
     places = list(_places(asked, world))
     for operation in asked.operations:
         for place in places:
-            _say(world, f"\n{operation} over {place}\n{HEADER}\n{UNITS}")
+            _say(world, f"\n{operation} over {place}, {world.backend} on {world.device.type}\n{HEADER}\n{UNITS}")
             for size in asked.sizes:
                 row = _row(asked, operation, place, size, world)
                 rows.append(row)
@@ -141,8 +141,10 @@ def wrong_of(one: Collective, asked: Asked, world: World) -> int | None:
 
 def seconds_of(work: Callable[[], object], asked: Asked, world: World) -> tuple[float, int]:
     """Of a call, the mean over all ranks; and how many calls that was."""
-    warm = _timed(work, max(1, asked.warm_up), world)
-    calls = max(_LEAST, min(asked.calls, int(_LONG_S / max(warm, 1e-9))))
+    calls = asked.calls
+    if asked.warm_up:
+        warm = _timed(work, asked.warm_up, world)
+        calls = min(calls, max(_LEAST, int(_LONG_S / max(warm, 1e-9))))
     # All must do as many.
     calls = int(world.gather(torch.tensor([calls])).min())
     return _timed(work, calls, world), calls

@@ -17,7 +17,8 @@ from meshwright.bench.comm import DTYPES, Asked, leave, seconds_of, wrong_of
 from meshwright.comm import predict
 from meshwright.comm.algorithms import ALGORITHMS, Nodes
 from meshwright.comm.all_reduce import all_reduce, machines_of
-from meshwright.comm.bandwidth import Line, fit
+from meshwright.comm.bandwidth import Line
+from meshwright.comm.fitted_line import fit
 from meshwright.comm.transfers import carry
 from meshwright.comm.travel import BACKEND
 from meshwright.parallel.world import World

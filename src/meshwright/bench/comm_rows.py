@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.cluster.link_lines import LinkLine
-from meshwright.comm.bandwidth import Line, bus_factor, fit
+from meshwright.comm.bandwidth import Line, bus_factor
+from meshwright.comm.fitted_line import fit_bent
 from meshwright.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -92,7 +93,7 @@ def lines_through(rows: Sequence[Row]) -> Iterator[tuple[Row, Line]]:
     """Latency and bandwidth of each operation on each axis, with a row that says which."""
     for key in dict.fromkeys((row.operation, row.axis) for row in rows):
         those = [row for row in rows if (row.operation, row.axis) == key]
-        found = fit([(row.bytes * bus_factor(row.operation, row.ranks), row.seconds) for row in those])
+        found = fit_bent([(row.bytes * bus_factor(row.operation, row.ranks), row.seconds) for row in those])
         if found is not None:
             yield those[0], found
 
@@ -107,7 +108,15 @@ def kept_lines(rows: Sequence[Row], backend: str, torch: str, when: str) -> tupl
         if mostly_bytes and largest >= _LEAST_KEPT:
             kept.append(
                 LinkLine(
-                    row.operation, row.axis, row.ranks, row.inside, row.node, backend, *line, torch=torch, when=when
+                    row.operation,
+                    row.axis,
+                    row.ranks,
+                    row.inside,
+                    row.node,
+                    backend,
+                    **line._asdict(),
+                    torch=torch,
+                    when=when,
                 )
             )
         else:

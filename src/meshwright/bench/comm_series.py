@@ -8,7 +8,8 @@ from math import isfinite
 from typing import Any
 
 from meshwright.bench.comm_rows import Row
-from meshwright.comm.bandwidth import Line, bus_factor, fit
+from meshwright.comm.bandwidth import Line, bus_factor
+from meshwright.comm.fitted_line import fit_bent
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Series:
     @property
     def line(self) -> Line | None:
         """Through all points; None with fewer than two."""
-        return fit([(size * self.factor, seconds) for size, seconds in self.points])
+        return fit_bent([(size * self.factor, seconds) for size, seconds in self.points])
 
     def bus_gb_s(self, size: float, seconds: float) -> float:
         """What a link carries in a second."""
@@ -39,6 +40,8 @@ class Series:
         if line is None:
             return self.name
         rate = f" and {rate_words(line.bandwidth / 1e9)}" if isfinite(line.bandwidth) else ", whatever the size"
+        if line.bend is not None and line.beyond is not None:
+            rate += f", {rate_words(line.beyond / 1e9)} above {size_words(line.bend / self.factor)}"
         return f"{self.name}: {time_words(line.latency_s)}{rate}"
 
 

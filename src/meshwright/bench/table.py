@@ -232,7 +232,10 @@ def _below(report: Report, best: Sequence[Row]) -> list[str]:
         said.append(f"no floor: ceilings could not be measured: {report.no_ceilings}")
     elif report.ceilings is not None and reference is not None:
         size = reference.micro_batch
-        said += ["", f"what a step of micro-batch {size} takes at least; the column `floor` is the step over its own:"]
+        said += [
+            "",
+            f"what a step of micro-batch {size} takes at least; `floor` is a step over that of its micro-batch:",
+        ]
         said += lines(report.work(size), report.ceilings, report.trials[0].config.train.precision)
     said += ["", *(f"{row.contender.name} {row.contender.version}: {row.contender.summary}" for row in best)]
     return said + [f"{row.contender.name}: {note}" for row in best if row.found for note in row.found[0].notes]

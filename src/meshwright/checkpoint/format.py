@@ -84,7 +84,8 @@ class Manifest(_Entry):
     """Samples taken so far: where the data goes on."""
     strategy: str
     ranks: int = 1
-    model: ModelSpec
+    model: ModelSpec | None = None
+    """The shape of a decoder; None for another module, saved from a loop of one's own."""
     run: str = ""
     """Identity of the run; empty where a checkpoint belongs to none."""
     settings: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from meshwright.checkpoint.find import latest_checkpoint
 from meshwright.checkpoint.format import MANIFEST
 from meshwright.checkpoint.place import Place
 from meshwright.checkpoint.reader import CheckpointReader
-from meshwright.checkpoint.training_state import check_size, restore
+from meshwright.checkpoint.training_state import check_size, restore, spec_of
 from meshwright.data.tokenizer import Tokenizer, load_tokenizer
 from meshwright.errors import CheckpointError, UserError
 from meshwright.models.decoder import Decoder
@@ -29,7 +29,7 @@ def load_model(
     checkpoint = find_checkpoint(folder_or_preset)
     if checkpoint is not None:
         reader = CheckpointReader(checkpoint)
-        spec = reader.manifest.model
+        spec = spec_of(reader.manifest)
         check_size(reader.manifest, spec)
         # The manifest and its spec may agree on sizes that no file has.
         for name in reader.manifest.tensors:

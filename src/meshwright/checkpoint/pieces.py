@@ -1,8 +1,9 @@
 """What a rank holds of a checkpoint's tensors, and DCP's planners over it.
 
 A rank's part of a tensor is cut into pieces of at most 64 MiB along its first dimension, so that a reader that needs a
-few rows need not read, and check the digest of, the rest. Which rank writes a piece that several hold, and which saved
-pieces a rank reads to fill its part under another strategy, is what PyTorch's planners find out.
+few rows need not read, and check the digest of, the rest; a part that lies in several places of the whole, since a
+dimension of it is packed, is cut between them too. Which rank writes a piece that several hold, and which saved pieces
+a rank reads to fill its part under another strategy, is what PyTorch's planners find out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from meshwright.checkpoint.format import Manifest, Piece
 from meshwright.errors import CheckpointError
-from meshwright.models.parts import box_of
+from meshwright.models.parts import box_of, packs_of, unpacked
 from meshwright.optim.codes import Coded
 
 LARGEST_PIECE = 64 * 2**20
@@ -51,12 +52,41 @@ class Held:
     """Of the whole."""
     coded: Coded | None = None
     """Where the values are codes of 8 bits: what they mean. A checkpoint holds that, in float32."""
+    packed: tuple[int, int] | None = None
+    """The dimension in which the values lie in several places, and how many these are."""
 
     @staticmethod
     def of(tensor: Tensor) -> Held:
         """This rank's part of a tensor that may be split."""
-        local, offset, shape = box_of(tensor.detach())
-        return Held(local, offset, shape)
+        packed = packs_of(tensor)
+        local, offset, shape = box_of(unpacked(tensor.detach()))
+        if packed is not None:
+            dim = packed[0]
+            local, shape = local.flatten(dim, dim + 1), tuple(tensor.shape)
+            offset = (*offset[:dim], *offset[dim + 1 :])
+        return Held(local, offset, shape, packed=packed)
+
+    def places(self) -> list[Held]:
+        """What lies in one place each."""
+        if self.packed is None:
+            return [self]
+        if self.coded is not None:
+            raise CheckpointError(
+                "moments in 8 bits of a packed dimension that tp cuts are not saved; keep moments in bf16 or float32"
+            )
+        dim, count = self.packed
+        own, far = self.local.shape[dim] // count, self.shape[dim] // count
+        return [
+            Held(self.local.narrow(dim, index * own, own), _moved(self.offset, dim, index * far), self.shape)
+            for index in range(count)
+        ]
+
+    def at(self, offset: Sequence[int]) -> Held:
+        """The one of them in which a point of the whole lies."""
+        if self.packed is None:
+            return self
+        dim, count = self.packed
+        return self.places()[offset[dim] // (self.shape[dim] // count)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,6 +100,10 @@ class Held:
     def rows(self, first: int, count: int) -> Tensor:
         """Some rows of the values; those of codes are made for the caller."""
         return self.local[first : first + count] if self.coded is None else self.coded.rows(first, count)
+
+
+def _moved(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+    return (*offset[:dim], offset[dim] + by, *offset[dim + 1 :])
 
 
 Parts = Mapping[str, Held]
@@ -110,13 +144,14 @@ class PieceSavePlanner(DefaultSavePlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for name, held in self.parts.items() for item in _write_items(name, held)])
+        places = ((name, place) for name, held in self.parts.items() for place in held.places())
+        self.plan = SavePlan([item for name, held in places for item in _write_items(name, held)])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        held = self.parts[write_item.index.fqn]
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
+        held = self.parts[write_item.index.fqn].at(chunk.offsets)
         if not held.local.ndim:
             return held.local
         return held.rows(chunk.offsets[0] - held.offset[0], chunk.sizes[0])
@@ -162,12 +197,13 @@ class PieceLoadPlanner(DefaultLoadPlanner):
             check_fits(name, held, saved)
             assert isinstance(saved, TensorStorageMetadata)
             if held.local.numel():
-                wanted = ChunkStorageMetadata(torch.Size(held.offset), held.local.shape)
-                items += create_read_items_for_chunk_list(name, saved, [wanted])
+                wanted = [ChunkStorageMetadata(torch.Size(one.offset), one.local.shape) for one in held.places()]
+                items += create_read_items_for_chunk_list(name, saved, wanted)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.parts[index.fqn].local
+        assert index.offset is not None
+        return self.parts[index.fqn].at(index.offset).local
 
 
 def check_fits(name: str, held: Held, saved: Any) -> None:

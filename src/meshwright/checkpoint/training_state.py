@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.format import Manifest
 from meshwright.checkpoint.pieces import Held, dtype_name
@@ -58,7 +59,8 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
 def restore(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Fill this rank's parts of a model, and of an optimizer of it, from a checkpoint of any strategy."""
     manifest = reader.manifest
-    check_names(manifest)
+    if manifest.model is not None:
+        check_names(manifest)
     parts = {f"model.{name}": Held.of(tensor) for name, tensor in model_tensors(model).items()}
     if optimizer is not None:
         parameters = dict(model.named_parameters())
@@ -70,7 +72,8 @@ def restore(reader: CheckpointReader, model: nn.Module, optimizer: torch.optim.O
                 continue
             wanted = _wanted(optimizer, parameter, kind)
             # Codes of 8 bits are never read from a file.
-            other = entry.shape == tuple(parameter.shape) and (entry.dtype != wanted or wanted == "uint8")
+            moment = kind != "step" and entry.shape == tuple(parameter.shape)
+            other = moment and (entry.dtype != wanted or wanted == "uint8")
             if other and not (entry.dtype in _NARROW and wanted in (*_NARROW, "uint8")):
                 raise CheckpointError(
                     f"{name} is {entry.dtype} in the checkpoint and its parameter {dtype_name(parameter.dtype)}; "
@@ -115,13 +118,24 @@ def _kind_of(name: str) -> tuple[str, str]:
     return (kind, parameter) if first == "optimizer" else ("", rest)
 
 
+def spec_of(manifest: Manifest) -> ModelSpec:
+    """The shape of a checkpoint's decoder; raises where it is of another module."""
+    if manifest.model is None:
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} is of a module of one's own, not of a decoder; load it with "
+            "parallel.load(folder) where that module is"
+        )
+    return manifest.model
+
+
 def check_names(manifest: Manifest) -> None:
     """Raise unless a checkpoint holds all tensors of its model and, with an optimizer, the same state for each."""
-    if manifest.model.num_hidden_layers > len(manifest.tensors):
+    spec = spec_of(manifest)
+    if spec.num_hidden_layers > len(manifest.tensors):
         # Seen before anything is counted out for each layer.
-        layers = manifest.model.num_hidden_layers
+        layers = spec.num_hidden_layers
         raise CheckpointError(f"the checkpoint's model has {layers:,} layers and {len(manifest.tensors)} tensors")
-    shapes = shapes_of(manifest.model)
+    shapes = shapes_of(spec)
     _compare("model", shapes, (name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")))
     kinds: dict[str, set[str]] = {}
     for name in manifest.tensors:
@@ -153,7 +167,7 @@ def check_optimizer(manifest: Manifest, of_matrices: frozenset[str], of_vectors:
                 f"the checkpoint has {name}, which this run's train.optimizer does not keep; give the one that it was "
                 "saved with"
             )
-    for name, shape in shapes_of(manifest.model).items():
+    for name, shape in shapes_of(spec_of(manifest)).items():
         for kind in sorted(of_matrices if len(shape) > 1 else of_vectors):
             if f"optimizer.{kind}.{name}" not in manifest.tensors:
                 raise CheckpointError(
@@ -198,5 +212,7 @@ def _room(
         raise CheckpointError(f"{kind} is {list(shape)} and its parameter {list(parameter.shape)}")
     # A fused optimizer keeps the count of steps where the moments are.
     room = torch.empty(shape, dtype=dtype, device=parameter.device)
+    if isinstance(parameter, DTensor) and shape == tuple(parameter.shape):
+        room = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     optimizer.state[parameter][kind] = room
     return room

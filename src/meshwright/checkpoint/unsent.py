@@ -18,6 +18,7 @@ from meshwright.checkpoint.pieces import Held
 from meshwright.checkpoint.reader import CheckpointReader, load_one, load_parts
 from meshwright.comm.compressors import Compressor
 from meshwright.errors import CheckpointError
+from meshwright.strategy import Strategy
 
 UNSENT, BASIS = "unsent", "basis"
 
@@ -67,6 +68,14 @@ def restore_unsent(reader: CheckpointReader, model: nn.Module, compressor: Compr
         if basis in tensors and tensors[basis].shape[1] == compressor.how.columns:
             compressor.bases[name] = load_one(reader, basis).to(parameter.device)
     return lost
+
+
+def left_out(step: int, strategy: Strategy) -> str:
+    """What is said where a run cannot take it up."""
+    return (
+        f"the checkpoint of step {step} has gradients that were not sent yet, and with {strategy} nobody would send "
+        "them: they are left out"
+    )
 
 
 def _unsent(reader: CheckpointReader, name: str, parameter: nn.Parameter, compressor: Compressor) -> Tensor:

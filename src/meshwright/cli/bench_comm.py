@@ -9,16 +9,21 @@ import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.bench.comm_rows import Row, kept_lines, lines_through, sizes
+from meshwright.bench.comm_series import size_words
+from meshwright.comm.bandwidth import bus_factor
 from meshwright.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from meshwright.bench.comm import Asked
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_receive")
+NCCL_TESTS = {"alltoall": "all_to_all", "sendrecv": "send_receive"}
+"""Names that programs of nccl-tests have, where they differ."""
 DTYPES = ("float32", "float64", "bf16", "fp16")
 TERMINAL = "-"
 """What `--plot` alone means."""
@@ -87,18 +92,45 @@ def run(args: argparse.Namespace) -> int:
     else:
         rows = [Row(**row) for row in found["rows"]]
         facts = _lines(rows)
-        if not args.no_save and not wrong:
-            _save(rows, found)
+    facts |= {fact: found[fact] for fact in ("backend", "device", "torch")}
     print(f"out of bounds values: {wrong} {'OK' if not wrong else 'FAILED'}")
     if args.json is not None:
-        args.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        _write(args.json, as_json(facts))
+    if not (args.algorithms or args.no_save or wrong):
+        _save(rows, found)
     if args.plot is not None:
         _plot(args, found)
     return 1 if wrong else 0
 
 
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def as_json(facts: dict[str, Any]) -> str:
+    """For a file; null where there is no number."""
+    return json.dumps(_finite(facts), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(tree: Any) -> Any:
+    """The same without numbers that JSON has no word for."""
+    if isinstance(tree, dict):
+        return {key: _finite(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_finite(value) for value in tree]
+    return None if isinstance(tree, float) and not isfinite(tree) else tree
+
+
 def _check(args: argparse.Namespace) -> list[int]:
     """Refuse what makes no sense; gives the sizes."""
+    for option, path in (("--json", args.json), ("--paths", args.paths)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"{option} {path} is no file in a folder that is there; make {path.parent} first")
+    plain = [name.removesuffix("_perf") for name in args.operations]
+    args.operations = [NCCL_TESTS.get(name, name) for name in plain]
     unknown = [name for name in args.operations if name not in COLLECTIVES]
     if unknown:
         raise UserError(f"{unknown[0]} is no operation{nearest(unknown[0], COLLECTIVES)}; {', '.join(COLLECTIVES)} are")
@@ -159,7 +191,11 @@ def _lines(rows: Sequence[Row]) -> dict[str, Any]:
     print("\nlatency and bus bandwidth, from all sizes:")
     lines = []
     for row, line in lines_through(rows):
-        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.3g} GB/s")
+        bent = ""
+        if line.bend is not None and line.beyond is not None:
+            whole = line.bend / bus_factor(row.operation, row.ranks)
+            bent = f", above {size_words(whole)} {line.beyond / 1e9:.3g} GB/s"
+        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.3g} GB/s{bent}")
         lines.append(
             {"operation": row.operation, "axis": row.axis, "ranks": row.ranks, "inside": row.inside, **line._asdict()}
         )
@@ -178,7 +214,10 @@ def _save(rows: Sequence[Row], found: dict[str, Any]) -> None:
     if left:
         print(f"not kept for plans: {', '.join(left)}, whose sizes say little about bandwidth; a larger -e tells more")
     if kept:
-        path, ignored = write_lines(found["chip"], kept)
+        try:
+            path, ignored = write_lines(found["chip"], kept)
+        except OSError as error:
+            raise UserError(f"what was measured cannot be kept for plans: {error}; --no-save keeps nothing") from None
         if ignored:
             print(ignored)
         print(f"kept for later plans in {path}: {len(kept)} line{'s' * (len(kept) > 1)}")

@@ -93,9 +93,9 @@ def _describe_info(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from meshwright.data.shards import Corpus
+    from meshwright.data.indexed import open_corpus
 
-    facts = Corpus(args.folder).describe()
+    facts = open_corpus(args.folder).describe()
     if args.json:
         print(json.dumps(facts, indent=1))
         return 0

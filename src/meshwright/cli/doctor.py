@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
     if form == "env" and (not args.nccl or args.topology):
         raise UserError("--format env is for --nccl alone")
     whole = not args.topology and not args.nccl
-    if args.root is not None and (whole or not args.root.is_dir()):
-        raise UserError("--root takes a folder that holds a machine's sys and proc, and goes with --topology or --nccl")
-    root = args.root or Path("/")
+    if args.root is not None:
+        _check_root(args.root, whole)
+    root = Path("/") if args.root is None else args.root
+    recorded = root != Path("/")
     hardware = read_hardware(root)
     exists = partial(_exists, root)
     profile = nccl_profile(hardware, given_settings(os.environ, root), args.nodes, exists)
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             parts |= {"versions": versions, "limits": asdict(limits)}
             parts["findings"] = [asdict(finding) for finding in (*troubles, *limited)]
         if args.topology or whole:
-            parts["topology"] = doctor_topology.as_json(hardware)
+            parts["topology"] = doctor_topology.as_json(hardware, recorded)
         if args.nccl or whole:
             parts["nccl"] = profile.as_json()
         json.dump(parts, sys.stdout, indent=1)
@@ -91,10 +92,20 @@ def run(args: argparse.Namespace) -> int:
         if whole:
             doctor_overview.show(hardware, versions, limits, profile, [*troubles, *limited])
         if args.topology:
-            doctor_topology.show(hardware)
+            doctor_topology.show(hardware, recorded)
         if args.nccl:
             doctor_nccl.show(hardware, profile, args.nodes)
     return _code(profile if whole or args.nccl else None, [*troubles, *limited])
+
+
+def _check_root(root: Path, whole: bool) -> None:
+    wanted = "--root takes a folder that holds a machine's sys and proc"
+    if whole:
+        raise UserError(f"{wanted}, and goes with --topology or --nccl")
+    missing = [name for name in ("sys", "proc") if not (root / name).is_dir()]
+    if missing:
+        lacks = "holds neither sys nor proc" if len(missing) == 2 else f"holds no {missing[0]}"
+        raise UserError(f"{wanted}, and {root} {lacks if root.is_dir() else 'is no folder'}")
 
 
 def _exists(root: Path, path: Path) -> bool:

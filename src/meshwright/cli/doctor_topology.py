@@ -26,11 +26,11 @@ _WORDS = {
 }
 
 
-def show(hardware: Hardware) -> None:
-    """On the terminal."""
+def show(hardware: Hardware, recorded: bool = False) -> None:
+    """On the terminal; of a recorded machine nothing that was measured, or is set, on this one."""
     out = console()
     out.print(Text(f"{hardware.host}: {machine(hardware)}"))
-    beside(out, [("nodes", nodes_text(hardware))])
+    beside(out, [("nodes", nodes_text(hardware, [] if recorded else nodes()))])
     heading(out, "NUMA and PCIe")
     _tree(out, hardware)
     if hardware.gpus:
@@ -39,10 +39,10 @@ def show(hardware: Hardware) -> None:
     heading(out, "network")
     _network(out, hardware)
     heading(out, "measured")
-    _measured(out)
+    _measured(out, [] if recorded else _calibrations())
 
 
-def as_json(hardware: Hardware) -> dict[str, Any]:
+def as_json(hardware: Hardware, recorded: bool = False) -> dict[str, Any]:
     """As plain data: all devices, and what lies between GPUs, and between GPUs and ports."""
     addresses = {**{gpu.address: _gpu_name(gpu) for gpu in hardware.gpus}}
     addresses |= {port.address: port.device for port in hardware.rdma if port.address}
@@ -52,10 +52,11 @@ def as_json(hardware: Hardware) -> dict[str, Any]:
     }
     calibrations = [
         {"chip": one.chip, "when": one.when, "torch": one.torch, "links": [asdict(line) for line in one.lines]}
-        for one, _ in _calibrations()
+        for one, _ in ([] if recorded else _calibrations())
         if one
     ]
-    return {**asdict(hardware), "nodes": nodes(), "distances": between, "calibrations": calibrations}
+    job = [] if recorded else nodes()
+    return {**asdict(hardware), "nodes": job, "distances": between, "calibrations": calibrations}
 
 
 def machine(hardware: Hardware) -> str:
@@ -64,8 +65,8 @@ def machine(hardware: Hardware) -> str:
         " ".join(filter(None, (hardware.maker, hardware.product))),
         "virtual machine" if hardware.virtual else "",
         hardware.processor,
-        f"{hardware.cores} cores",
-        f"{hardware.memory_bytes / 2**30:,.0f} GiB",
+        f"{hardware.cores} cores" if hardware.cores else "",
+        f"{hardware.memory_bytes / 2**30:,.0f} GiB" if hardware.memory_bytes else "",
     ]
     return ", ".join(filter(None, parts))
 
@@ -75,9 +76,8 @@ def nodes() -> list[str]:
     return expand_nodes(os.environ.get("SLURM_JOB_NODELIST", ""))
 
 
-def nodes_text(hardware: Hardware) -> str:
-    """This machine and the others of its job."""
-    others = nodes()
+def nodes_text(hardware: Hardware, others: list[str]) -> str:
+    """A machine and the others of its job."""
     if not others:
         return f"{hardware.host}; no job of Slurm names others"
     more = f" and {len(others) - 8} more" if len(others) > 8 else ""
@@ -216,8 +216,7 @@ def _calibrations() -> list[tuple[Calibration | None, str]]:
     return [(calibration, why) for calibration, why in found if calibration is not None or why]
 
 
-def _measured(out: Console) -> None:
-    found = _calibrations()
+def _measured(out: Console, found: list[tuple[Calibration | None, str]]) -> None:
     for calibration, why in found:
         if calibration is None:
             out.print(indented(Text(why)))
@@ -249,5 +248,7 @@ def measured_rows(calibration: Calibration) -> list[tuple[str, str]]:
             f"{line.ranks}" if line.inside == line.ranks else f"{line.ranks} on {line.ranks // line.inside} machines"
         )
         reached = f"{line.latency_s * 1e6:.3g} us, {line.bandwidth / 1e9:.3g} GB/s on the bus"
+        if line.bend is not None and line.beyond is not None:
+            reached += f", {line.beyond / 1e9:.3g} above {line.bend / 2**20:.3g} MiB"
         rows.append((f"{line.operation} of {among}", f"{reached} ({line.backend}, {line.axis}, {line.when[:10]})"))
     return rows

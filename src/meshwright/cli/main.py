@@ -1,18 +1,20 @@
 """The command line: finds the verb's file, parses its arguments, turns a UserError into one message.
 
 A verb is a module in this package with `describe(parser)` and `run(args) -> int`; one with several actions
-(`meshwright data prepare`) has `ACTIONS` instead. Only the chosen verb's module is imported, so that
+(`meshwright data prepare`) has `ACTIONS` instead, or besides. Only the chosen verb's module is imported, so that
 `meshwright --help` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from meshwright._version import __version__
 from meshwright.errors import ExitCode, UserError, nearest
@@ -22,6 +24,7 @@ from meshwright.secrets import Secrets, guarded_output
 VERBS = {
     "plan": "which strategy for a model on some machines: does it fit, how fast, and why",
     "train": "train a model: here, on n local processes, or as one rank of a launcher's job",
+    "launch": "a run on hosts, Slurm, Kubernetes or Ray, or here in the background; status, logs, stop",
     "watch": "show runs while they go on, or afterwards: on a terminal, in a browser, as a timeline",
     "report": "a run as one HTML file that needs nothing else",
     "rendezvous": "serve the store where the machines of a run on several of them meet",
@@ -41,6 +44,14 @@ class Action(NamedTuple):
     summary: str
     describe: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that complains in one line: pages of usage hide what was wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it, and where to read more."""
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` says what it takes\n")
 
 
 def _table(rows: Mapping[str, str]) -> str:
@@ -74,6 +85,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"meshwright {__version__}")
         return 0
+    # DeepSpeed's launcher says it to whatever it starts, before all other arguments.
+    if re.fullmatch("--local[_-]rank(=.*)?", arguments[0]):
+        count = 1 if "=" in arguments[0] else 2
+        arguments = arguments[count : count + 1] + arguments[:count] + arguments[count + 1 :]
     verb, rest = arguments[0], arguments[1:]
     if verb not in VERBS:
         return _unknown("verb", verb, VERBS)
@@ -97,7 +112,7 @@ def _run(verb: str, rest: list[str]) -> int:
     module = import_module(f"meshwright.cli.{verb}")
     name, describe, run, about = verb, getattr(module, "describe", None), getattr(module, "run", None), module.__doc__
     actions: Mapping[str, Action] = getattr(module, "ACTIONS", {})
-    if actions:
+    if actions and (describe is None or (rest[:1] and rest[0] in actions)):
         if not rest or rest[0] in ("-h", "--help"):
             rows = _table({action: entry.summary for action, entry in actions.items()})
             print(f"usage: meshwright {verb} ACTION [arguments]\n\n{about}\nactions:\n{rows}")
@@ -106,9 +121,11 @@ def _run(verb: str, rest: list[str]) -> int:
             return _unknown(f"action of '{verb}'", rest[0], actions)
         name, rest = f"{verb} {rest[0]}", rest[1:]
         about, describe, run = actions[name.split()[1]]
+    elif actions and rest and nearest(rest[0], actions) and not Path(rest[0]).exists():
+        return _unknown(f"action of '{verb}'", rest[0], actions)
     assert describe is not None
     assert run is not None
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"meshwright {name}",
         description=about,
         allow_abbrev=False,

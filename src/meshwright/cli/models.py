@@ -1,9 +1,12 @@
 """List the model presets with their parameter counts, show one in full, or what its modules compute.
 
+In the place of a preset's name there may be a run folder, or one of Hugging Face.
+
 examples:
   meshwright models
   meshwright models llama3.1-8b
   meshwright models llama3.1-8b --flops 4096
+  meshwright models runs/demo --flops 128
   meshwright models --json
 """
 
@@ -13,30 +16,39 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from meshwright.config import load_config
 from meshwright.errors import UserError
 from meshwright.models.count import count_parameters
+from meshwright.models.hf_config import read_spec
 from meshwright.models.presets import Preset, find_preset, presets
 from meshwright.planning.module_flops import ModuleFlops, module_flops
 from meshwright.torch_support import require_torch
+from meshwright.training.job import model_spec
 
 _PLAIN_WIDTH = 200
 """Columns of the output where it is not a terminal: wide enough that no cell is cut."""
 _WIDTH_WITH_SOURCE = 120
 """Narrower terminals show the list without the column of sources."""
 
+_MOST_TOKENS = 1 << 26
+"""Of a sequence: PyTorch cannot count more pairs of tokens."""
+
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `meshwright models`."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="show this preset in full")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME|FOLDER", help="show this preset, or the model of a run, in full"
+    )
     parser.add_argument(
         "--flops",
         type=int,
         metavar="TOKENS",
-        help="FLOPs of the preset's modules for a sequence of so many tokens: by closed form, and counted by PyTorch",
+        help="FLOPs of the model's modules for a sequence of so many tokens: by closed form, and counted by PyTorch",
     )
     parser.add_argument("--json", action="store_true", help="print a list of objects with exact counts")
 
@@ -45,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the presets as a table, one preset in full, or either as JSON."""
     if args.flops is not None:
         return _show_flops(args)
-    chosen = list(presets().values()) if args.name is None else [find_preset(args.name)]
+    chosen = list(presets().values()) if args.name is None else [_find(args.name)]
     if args.json:
         print(json.dumps([_object(preset) for preset in chosen], indent=2))
         return 0
@@ -62,11 +74,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _find(name: str) -> Preset:
+    """A preset, or the model of a run folder or of a Hugging Face folder."""
+    folder = Path(name)
+    if name.lower().replace("_", "-") in presets() or not folder.is_dir():
+        return find_preset(name)
+    settings = folder / "config.toml"
+    if settings.exists():
+        return Preset(name, model_spec(load_config(settings)), f"the run's {settings.name}")
+    return Preset(name, read_spec(folder), "the folder's config.json")
+
+
 def _show_flops(args: argparse.Namespace) -> int:
     """Print FLOPs by module: what plans reckon with, and what PyTorch counts on the meta device."""
     if args.name is None or args.flops < 1:
-        raise UserError("--flops TOKENS takes the name of a preset before it, and at least one token")
-    spec = find_preset(args.name).spec
+        raise UserError("--flops TOKENS takes the name of a preset or a run folder before it, and at least one token")
+    if args.flops > _MOST_TOKENS:
+        raise UserError(f"--flops {args.flops}: PyTorch cannot count so many tokens; give up to {_MOST_TOKENS:,}")
+    spec = _find(args.name).spec
     planned = module_flops(spec, args.flops)
     counted: dict[str, tuple[int, int]] = {}
     unknown = None

@@ -11,12 +11,16 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import UserError
+from meshwright.interop import FORMS
+from meshwright.known_names import in_our_words
 
 if TYPE_CHECKING:
-    from meshwright.planning.answer import Plan
+    from meshwright.interop.emit import Limits
+    from meshwright.planning.carried import Carried
+    from meshwright.planning.made import Plan
 
 _PLAIN_WIDTH = 160
 ASKED = ("longest-sequence", "largest-micro-batch", "largest-model", "fewest-gpus")
@@ -24,7 +28,28 @@ ASKED = ("longest-sequence", "largest-micro-batch", "largest-model", "fewest-gpu
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of `meshwright plan`."""
+    _describe_question(parser)
+    _describe_answers(parser)
+    parser.epilog = (
+        "exit code: 0 something fits, 1 nothing fits, 2 something to change in the command\n\n"
+        "examples:\n"
+        "  meshwright plan --model llama3.1-70b --cluster 64xh100 --seq-len 8192\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xa100 'tp=1' --html plan.html\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --emit run --out run.toml\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --emit deepspeed\n"
+        "  meshwright plan --megatron-args gpt.args --cluster 128x8xa100\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100+8xa100 --seq-len 4096\n"
+        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --ask longest-sequence\n"
+        "  meshwright plan --calibrate && meshwright plan --model llama3.2-1b --cluster here --try 3 --emit run\n"
+    )
+
+
+def _describe_question(parser: argparse.ArgumentParser) -> None:
+    """What is planned, for which machines, and what must hold."""
     parser.add_argument("--model", metavar="PRESET|FOLDER|CONFIG.JSON", help="a preset, a Hugging Face folder or file")
+    parser.add_argument(
+        "--megatron-args", metavar="FILE", help="plan the run of a file of Megatron-LM's flags; docs/interop.md"
+    )
     parser.add_argument("--cluster", metavar="64xh100|FILE|here", help="the machines")
     parser.add_argument(
         "--seq-len", type=int, metavar="N", help="tokens of a sequence (default: the model's, up to 4096)"
@@ -32,7 +57,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: about 4M tokens)")
     parser.add_argument(
         "--precision",
-        default="bf16",
         metavar="DTYPE",
         help="bf16 (default), fp16, tf32, float32, fp8, some of them (a,b) or auto: all but fp8 and tf32",
     )
@@ -45,6 +69,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a forward pass (default: the best)")
     parser.add_argument("--tokens", metavar="N", help="tokens of the whole training, such as 1e12 or 2T: days and cost")
     parser.add_argument("--price", type=float, metavar="X", help="money for a chip and hour")
+    parser.add_argument("constraints", nargs="*", metavar="CONSTRAINT", help="such as 'tp<=8' zero=3 pp=1")
+
+
+def _describe_answers(parser: argparse.ArgumentParser) -> None:
+    """What else is asked, measured and written."""
     parser.add_argument("--ask", choices=ASKED, help="an inverse question: what is the most that fits")
     parser.add_argument(
         "--spot", type=float, metavar="N", help="interruptions a day: what they cost, the best interval"
@@ -75,18 +104,16 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; docs/plan.md says what is in it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
-    parser.add_argument("--emit", choices=("run",), help="write a run file for `meshwright train`")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where --emit writes (default run.toml)")
-    parser.add_argument("constraints", nargs="*", metavar="CONSTRAINT", help="such as 'tp<=8' zero=3 pp=1")
-    parser.epilog = (
-        "exit code: 0 something fits, 1 nothing fits, 2 something to change in the command\n\n"
-        "examples:\n"
-        "  meshwright plan --model llama3.1-70b --cluster 64xh100 --seq-len 8192\n"
-        "  meshwright plan --model llama3.1-8b --cluster 8xa100 'tp=1' --html plan.html\n"
-        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --emit run --out run.toml\n"
-        "  meshwright plan --model llama3.1-8b --cluster 8xh100+8xa100 --seq-len 4096\n"
-        "  meshwright plan --model llama3.1-8b --cluster 8xh100 --ask longest-sequence\n"
-        "  meshwright plan --calibrate && meshwright plan --model llama3.2-1b --cluster here --try 3 --emit run\n"
+    parser.add_argument(
+        "--emit",
+        choices=FORMS,
+        help="write a run file for `meshwright train`, or another trainer's configuration, to which the search keeps",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where --emit writes, replacing what is there (default run.toml for run; no default is replaced)",
     )
 
 
@@ -94,20 +121,25 @@ def run(args: argparse.Namespace) -> int:
     """Plan and show it."""
     from meshwright.cluster.cluster import parse_cluster
     from meshwright.planning.answer import plan
+    from meshwright.planning.carried import Carried
 
     if args.calibrate:
         return _calibrate()
     _refuse(args)
+    for note in in_our_words(" ".join([args.strategy or "", *args.constraints]))[1]:
+        print(f"note   {note}", file=sys.stderr)
     cluster = parse_cluster(args.cluster)
     if args.price is not None:
         cluster = cluster.with_price(args.price)
+    carried = Carried() if args.megatron_args is None else _take_flags(args, cluster.gpus)
     asked = "fewest-gpus" if args.ask == "fewest-gpus" else args.objective
+    limits = _limits(args, carried)
     made = plan(
         "llama3.1-8b" if args.model is None else args.model,
         cluster,
         sequence_length=args.seq_len,
         global_batch=args.global_batch,
-        precision=args.precision,
+        precision=args.precision or "bf16",
         stored=args.stored,
         moments=args.moments,
         objective=asked,
@@ -116,50 +148,92 @@ def run(args: argparse.Namespace) -> int:
         micro_batch=args.micro_batch,
         tokens=_tokens(args.tokens),
         compare=args.ask is None,
+        only=limits,
     )
     if args.try_out is not None:
         made = _try(args, made)
-    facts = made.as_json() if args.json else None
-    said = []
-    answered = made.best is not None
+    further = _further(args, made)
+    said = [str(answer["text"]) for answer in further.values()]
+    if args.html is not None:
+        from meshwright.planning.page import page
+
+        _write("--html", args.html, page(made, said))
+        said.append(f"wrote {args.html}")
+    if args.emit is not None:
+        further["emitted"] = _emitted(args, made, carried, limits)
+        said.append(further["emitted"]["text"])
+    if args.json:
+        print(json.dumps(made.as_json() | further, indent=2, allow_nan=False))
+    else:
+        _print(made, said)
+    answered = made.best is not None if args.ask is None else further["asked"]["answer"] is not None
+    return 0 if answered else 1
+
+
+def _limits(args: argparse.Namespace, carried: Carried) -> Limits | None:
+    """What the file of --emit can hold; our own holds all, and --strategy names one."""
+    from meshwright.interop.emit import Limits
+    from meshwright.strategy import AUTO
+
+    named = args.strategy is not None and args.strategy.split()[:1] not in ([], [AUTO])
+    if args.emit in (None, FORMS[0]) or named:
+        return None
+    return Limits(args.emit, carried, _tokens(args.tokens))
+
+
+def _further(args: argparse.Namespace, made: Plan) -> dict[str, dict[str, Any]]:
+    """Answers to what else was asked, by their key in the JSON form; each has its `text`."""
+    found = {}
     if args.ask is not None:
-        answer = _inverse(args.ask, made)
-        answered = answer["answer"] is not None
-        said.append(str(answer["text"]))
-        if facts is not None:
-            facts["asked"] = answer
+        found["asked"] = _inverse(args.ask, made)
     if args.spot is not None and made.best is not None:
-        answer = _spot(args, made)
-        said.append(str(answer["text"]))
-        if facts is not None:
-            facts["spot"] = answer
+        found["spot"] = _spot(args, made)
     # Also of what does not fit: how much is missing is what they want to know.
     shown = made.best or (made.found.nearest if made.found is not None else None)
     if args.rehearse is not None and shown is not None:
         from meshwright.planning.rehearse import rehearse
 
         rehearsal = rehearse(shown, args.rehearse)
-        said.append(str(rehearsal))
-        if facts is not None:
-            facts["rehearsal"] = rehearsal.as_json()
-    if args.html is not None:
-        from meshwright.planning.page import page
+        found["rehearsal"] = rehearsal.as_json() | {"text": str(rehearsal)}
+    return found
 
-        _write("--html", args.html, page(made, said))
-        said.append(f"wrote {args.html}")
-    if args.emit is not None and made.best is None:
-        said.append("nothing fits, so --emit wrote nothing")
-    elif args.emit is not None:
-        from meshwright.planning.emit import run_file
 
-        out = args.out or Path("run.toml")
-        _write("--out", out, run_file(made))
-        said.append(f"wrote {out}; set data.path in it, then: meshwright train {out}")
-    if facts is not None:
-        print(json.dumps(facts, indent=2, allow_nan=False))
-    else:
-        _print(made, said)
-    return 0 if answered else 1
+def _emitted(args: argparse.Namespace, made: Plan, carried: Carried, limits: Limits | None) -> dict[str, Any]:
+    """Write the file of --emit; gives which it is, what limited the search, and which settings nobody has chosen."""
+    from meshwright.interop.emit import forms
+
+    form, limited = forms()[args.emit], [str(limits)] if limits is not None else []
+    found = {"form": args.emit, "file": None, "limited": limited[0] if limited else None, "defaults": []}
+    if made.best is None:
+        return {**found, "text": "\n\n".join(["nothing fits, so --emit wrote nothing", *limited])}
+    out = args.out or Path(form.file)
+    _write("--out", out, form.write(made, carried))
+    cluster = made.best.scenario.cluster
+    machines = max(1, cluster.gpus // cluster.node)
+    told, defaults = [f"wrote {out}; {form.advice(out, carried, machines)}", *limited], []
+    if form.has_training:
+        told, defaults = [*told, carried.told], carried.defaults
+    return {**found, "file": str(out), "defaults": defaults, "text": "\n\n".join(told)}
+
+
+def _take_flags(args: argparse.Namespace, gpus: int) -> Carried:
+    """Fill in what the flags of a Megatron-LM run say and the options do not; gives what else they say."""
+    from meshwright.interop.plan_args import asked_by_megatron
+
+    asked = asked_by_megatron(args.megatron_args, gpus)
+    if not args.json:
+        from meshwright.interop.show import print_translation
+
+        print_translation(asked.translation, asked.resolved)
+    args.model = asked.spec
+    args.seq_len = args.seq_len or asked.sequence_length
+    args.global_batch = args.global_batch or asked.global_batch
+    args.precision = args.precision or asked.precision
+    args.stored = args.stored or asked.carried.config.precision.stored
+    args.moments = args.moments or asked.carried.config.precision.moments
+    if args.strategy is None and args.ask is None and args.objective == "throughput":
+        args.strategy, args.micro_batch = asked.strategy, args.micro_batch or asked.micro_batch
+    return asked.carried
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -174,10 +248,12 @@ def _refuse(args: argparse.Namespace) -> None:
         )
     if args.ask == "fewest-gpus" and args.objective not in ("throughput", "fewest-gpus"):
         raise UserError(f"--ask fewest-gpus and --objective={args.objective} are two questions; ask one of them")
-    if args.model is None and args.ask != "largest-model":
+    if args.model is not None and args.megatron_args is not None:
+        raise UserError("--model and --megatron-args both give a shape; leave one of them out")
+    if args.model is None and args.megatron_args is None and args.ask != "largest-model":
         raise UserError("--model is missing; give a preset (`meshwright models` lists them), a folder or a config.json")
     if args.out is not None and args.emit is None:
-        raise UserError("--out says where --emit writes; add --emit run")
+        raise UserError(f"--out says where --emit writes; add --emit {', '.join(FORMS[:-1])} or {FORMS[-1]}")
     if args.interval is not None and args.spot is None:
         raise UserError("--interval says how often to save under interruptions; add --spot N")
     if args.spot is not None and not 0 < args.spot <= 86_400:
@@ -186,6 +262,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise UserError(f"--interval={args.interval} is not a number of seconds between checkpoints; give one above 0")
     _check_writable("--html", args.html)
     _check_writable("--out", args.out)
+    if args.emit is not None and args.out is None:
+        _check_new(args.emit)
     if args.try_limit is not None and (args.try_out is None or args.try_limit <= 0):
         raise UserError("--try-limit is a number of seconds above 0 for each candidate of --try; add --try K")
     if args.try_out is not None and args.cluster != HERE:
@@ -203,6 +281,15 @@ def _check_writable(option: str, path: Path | None) -> None:
         raise UserError(f"{option}={path} is a folder; name a file in it")
     if path is not None and not path.parent.is_dir():
         raise UserError(f"{option}={path}: there is no folder {path.parent}; make it first")
+
+
+def _check_new(form: str) -> None:
+    """Raise a UserError where a file that nobody has named is there already."""
+    from meshwright.interop.emit import forms
+
+    file = forms()[form].file
+    if Path(file).exists():
+        raise UserError(f"--emit {form} would write {file}, which is there already; --out {file} replaces it")
 
 
 def _write(option: str, path: Path, text: str) -> None:

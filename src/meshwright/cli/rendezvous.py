@@ -24,6 +24,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="address to listen on, and no other; port 0 takes a free one (default: 127.0.0.1:29400)",
     )
+    parser.add_argument(
+        "--idle",
+        type=float,
+        metavar="S",
+        help="end also when no machine was heard of for so many seconds (default: wait for them for ever)",
+    )
     parser.add_argument("--run-id", help="name of the run; machines that ask for another are refused (default: random)")
 
 
@@ -31,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until the run is over or a signal comes; 0."""
     require_torch()
     with imported_for_good():
+        from meshwright.elastic.meeting import MEETING
         from meshwright.elastic.rendezvous import END, LINGER_S, Endpoint, listen, serve
 
     run_id = args.run_id or os.urandom(6).hex()
@@ -44,7 +51,14 @@ def run(args: argparse.Namespace) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: stop.set())
     over_since: float | None = None
+    beat, heard = b"", time.monotonic()
     while not stop.wait(0.5):
+        # Whoever is there changes what the meeting's key says every second.
+        if (now := store.compare_set(MEETING, "", "")) != beat:
+            beat, heard = now, time.monotonic()
+        if args.idle is not None and time.monotonic() - heard > args.idle:
+            print(f"meshwright rendezvous: no machine was heard of for {args.idle:g} s", file=sys.stderr, flush=True)
+            break
         if over_since is None and store.check([END]):
             over_since = time.monotonic()
         if over_since is not None and time.monotonic() - over_since > LINGER_S:

@@ -12,9 +12,10 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from meshwright.cli.settings import describe_settings, machine_range, resolved_settings
 from meshwright.config import RunConfig
-from meshwright.config_load import resolve_config, run_presets
 from meshwright.errors import ConfigError, UserError
+from meshwright.launch.adopted import Machine, adopt_local_rank, adopt_slurm, pet_machine, pet_processes
 from meshwright.secrets import guarded_output
 from meshwright.strategy import AUTO, Strategy
 from meshwright.torch_support import imported_for_good, require_torch
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of `meshwright train`."""
-    parser.add_argument("settings", nargs="*", metavar="FILE | section.key=value", help="one TOML file, any overrides")
-    parser.add_argument("--preset", help=f"ready-made run: {', '.join(run_presets())}")
+    describe_settings(parser)
     nproc = ("--nproc", "--nproc-per-node", "--nproc_per_node")
     parser.add_argument(
         *nproc, dest="nproc", metavar="N|auto", help="local processes (default: what the strategy takes, or 1)"
@@ -44,6 +44,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(*endpoint, dest="rendezvous", metavar="HOST:PORT", help="where `meshwright rendezvous` listens")
     run_id = ("--run-id", "--rdzv-id", "--rdzv_id")
     parser.add_argument(*run_id, dest="run_id", metavar="ID", help="refuse a rendezvous that serves another run")
+    parser.add_argument(
+        *("--local-rank", "--local_rank"),
+        dest="local_rank",
+        type=int,
+        metavar="R",
+        help="said by launchers to their ranks",
+    )
     parser.add_argument("--fresh", action="store_true", help="set an earlier run in run.dir aside and start anew")
     parser.add_argument(
         "--explain", action="store_true", help="print every setting, its value, origin and meaning; train nothing"
@@ -54,18 +61,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "  meshwright train run.toml train.steps=100 train.lr=1e-3 --nproc auto\n"
         "  meshwright train run.toml --nproc 8 --nodes 2:4 --rendezvous 10.0.0.5:29400   # the same on every machine\n"
         "  torchrun --nproc-per-node 4 -m meshwright train run.toml\n"
+        "  deepspeed --num_gpus 4 --module meshwright train run.toml\n"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run reached its end, 75 when it was asked to stop and saved."""
-    files = [setting for setting in args.settings if "=" not in setting]
-    overrides = [setting for setting in args.settings if "=" in setting] + (["run.fresh=true"] if args.fresh else [])
-    if len(files) > 1:
-        raise ConfigError(
-            f"one configuration file at a time, not {' and '.join(files)}; overrides are section.key=value"
-        )
-    resolved = resolve_config(files[0] if files else None, overrides, preset=args.preset)
+    if args.local_rank is not None:
+        adopt_local_rank(args.local_rank, os.environ)
+    machine = None if args.explain else _launched(args)
+    if machine is not None:
+        return _train_on(machine, args)
+    fresh, quiet = ["run.fresh=true"] if args.fresh else [], os.environ.get("RANK", "0") != "0"
+    resolved = resolved_settings(args, lambda: _ranks(args), fresh, quiet)
     if args.explain:
         from meshwright.cli.explain import print_settings
 
@@ -73,6 +81,48 @@ def run(args: argparse.Namespace) -> int:
         return 0
     with guarded_output(resolved.config.secrets()):
         return _train(args, resolved.config)
+
+
+def _launched(args: argparse.Namespace) -> Machine | None:
+    """Take what Slurm or PET_* say where the arguments say nothing; gives this machine, if it is one of several."""
+    if "RANK" in os.environ or any(one is not None for one in (args.nodes, args.rendezvous, args.nproc)):
+        return None
+    if (machine := pet_machine(os.environ)) is not None:
+        return machine
+    told = adopt_slurm(os.environ)
+    if told is None:
+        args.nproc = pet_processes(os.environ)
+    elif os.environ["RANK"] == "0":
+        print(told, flush=True)
+    return None
+
+
+def _train_on(machine: Machine, args: argparse.Namespace) -> int:
+    """Train as one machine of several, as PET_* say."""
+    from meshwright.launch.node import main as node
+
+    meeting = ["--nodes", machine.nodes, "--rank", str(machine.rank), "--rendezvous", machine.endpoint]
+    options = {
+        "--preset": args.preset, "--deepspeed": args.deepspeed, "--megatron-args": args.megatron_args,
+        "--nproc": machine.processes,
+    }  # fmt: skip
+    given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
+    given += [*args.settings, *(["--fresh"] if args.fresh else [])]
+    print(f"machine {machine.rank} of {machine.nodes} by PET_*; they meet at {machine.endpoint}", flush=True)
+    return node([*meeting, "--run-id", machine.run_id, "--", *given])
+
+
+def _ranks(args: argparse.Namespace) -> tuple[int | None, bool]:
+    """How many ranks there will be, None for what the strategy takes; and whether that is open until they meet."""
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        return int(os.environ["WORLD_SIZE"]), False
+    nodes = args.nodes or ("" if args.rendezvous else "1")
+    local = args.nproc or ("1" if args.rendezvous else None)
+    if local is None and nodes == "1":
+        return None, False
+    if local is None or not local.isdecimal() or not nodes.isdecimal():
+        return None, True
+    return int(local) * int(nodes), False
 
 
 def _train(args: argparse.Namespace, config: RunConfig) -> int:
@@ -132,13 +182,8 @@ def _nodes(args: argparse.Namespace, config: RunConfig) -> Nodes:
 
     if args.rendezvous is None:
         raise ConfigError("--nodes needs --rendezvous HOST:PORT; `meshwright rendezvous` serves one")
-    least, _, most = (args.nodes or "1:1024").partition(":")
-    most = most or least
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise ConfigError(f"--nodes takes a number of machines or MIN:MAX, not '{args.nodes}'")
     return Nodes(
-        int(least),
-        int(most),
+        *machine_range(args.nodes or "1:1024"),
         Endpoint.parse(args.rendezvous, "--rendezvous"),
         args.run_id,
         config.elastic.join_timeout_s,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from meshwright.errors import UserError
+from meshwright.errors import ConfigError, UserError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -25,18 +25,19 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write profiled steps as a trace-event file and end")
     parser.add_argument("--steps", metavar="A:B", help="with --trace: from step A to before B; either may be left out")
     parser.add_argument("--web", action="store_true", help="serve a page and say where it is")
-    parser.add_argument("--port", type=int, default=0, help="port of the page (default: one that is free)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="with --web: port of the page (default: one that is free)")
+    parser.add_argument("--host", help="with --web: address to listen on (default: 127.0.0.1)")
     parser.add_argument(
         "--token-file",
         type=Path,
         metavar="FILE",
-        help="file with a token that browsers must send; needed with an address that other machines reach",
+        help="with --web: file with a token that browsers must send; needed with an address that other machines reach",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Show the runs until interrupted, or write a timeline."""
+    _check_options(args)
     folders = [existing_run(name) for name in args.runs]
     if args.web:
         return _serve(args, folders)
@@ -47,11 +48,22 @@ def run(args: argparse.Namespace) -> int:
 
         print(write_trace(folders[0], args.trace, args.steps))
         return 0
-    if args.steps is not None:
-        raise UserError("--steps says which steps --trace writes; say --trace FILE, too")
     from meshwright.observe.terminal import watch
 
     return watch(folders[0], args.once)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that would do nothing beside the others."""
+    ways = [way for way, asked in (("--web", args.web), ("--trace", args.trace), ("--once", args.once)) if asked]
+    if len(ways) > 1:
+        raise ConfigError(f"{ways[0]} and {ways[1]} are two ways to look at a run; give one of them")
+    if args.steps is not None and args.trace is None:
+        raise ConfigError("--steps says which steps --trace writes; say --trace FILE, too")
+    of_page = {"--port": args.port, "--host": args.host, "--token-file": args.token_file}
+    given = [option for option, value in of_page.items() if value is not None]
+    if given and not args.web:
+        raise ConfigError(f"{given[0]} says how the page is served; say --web, too, or leave it out")
 
 
 def _serve(args: argparse.Namespace, folders: list[Path]) -> int:
@@ -59,10 +71,13 @@ def _serve(args: argparse.Namespace, folders: list[Path]) -> int:
     from meshwright.observe.web.server import serve
     from meshwright.secrets import read_token
 
-    if not 0 <= args.port <= 65535:
-        raise UserError(f"--port {args.port} is not a port; use 0 to 65535")
+    port = args.port if args.port is not None else 0
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port {port} is not a port; use 0 to 65535")
     token = read_token(str(args.token_file), "--token-file") if args.token_file is not None else None
-    serve([RunView(folder) for folder in folders], args.host, args.port, token)
+    host = args.host if args.host is not None else "127.0.0.1"
+    different = {folder.resolve(): folder for folder in folders}
+    serve([RunView(folder) for folder in different.values()], host, port, token)
     return 0
 
 

@@ -96,6 +96,9 @@ def make_chip(key: str, facts: Mapping[str, Any]) -> Chip:
             raise UserError(
                 f"chip '{key}': unknown key '{name}'{nearest(name, names)}; it has {', '.join(sorted(names))}"
             )
+    # It stands in comments of the files that plans and launches write.
+    if not isinstance(values["name"], str) or not values["name"].isprintable():
+        raise UserError(f"chip {values['name']!r}: a name is one line of text; write another")
     missing = sorted(names - values.keys())
     if missing:
         raise UserError(f"chip '{key}': {', '.join(missing)} missing; give them as numbers")

@@ -47,6 +47,11 @@ class Fabric:
         """The first chip of each node."""
         return [0, *accumulate(self.counts)][:-1]
 
+    @property
+    def nodes(self) -> range:
+        """Their numbers."""
+        return range(len(self.counts))
+
     @cached_property
     def routes(self) -> dict[tuple[int, int], list[tuple[int, bool]]]:
         """The paths between two nodes, by number, and whether they go that way or the other."""
@@ -55,6 +60,24 @@ class Fabric:
             for one, other in product(first, second):
                 found.setdefault((one, other), []).append((number, True))
                 found.setdefault((other, one), []).append((number, False))
+        return found
+
+    def joined(self, one: int, other: int) -> float:
+        """Bytes per second between two nodes."""
+        return min((self.paths[number][2] for number, _ in self.routes.get((one, other), ())), default=float("inf"))
+
+    @cached_property
+    def kinds(self) -> list[int]:
+        """For each node, the first one that could stand in its place: it has the same links to all others, nearly."""
+        rows = [[float(f"{self.joined(one, other):.1e}") for other in self.nodes] for one in self.nodes]
+        found: list[int] = []
+        for one in self.nodes:
+            alike = (
+                first
+                for first in dict.fromkeys(found)
+                if all(rows[one][node] == rows[first][node] for node in self.nodes if node not in (one, first))
+            )
+            found.append(next(alike, one))
         return found
 
     @property
@@ -81,7 +104,7 @@ def fabric_of(cluster: Cluster, names: Sequence[str] = (), counts: Sequence[int]
 def read_names(where: str, table: dict[str, Any], nodes: int) -> tuple[str, ...]:
     """The machines' names in a cluster file; none where it has none."""
     names = table.get("names", [])
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+    if not isinstance(names, list) or not all(isinstance(name, str) and name and name.isprintable() for name in names):
         raise UserError(f'{where}: names must be a list of host names, such as names = ["a", "b"]')
     if names and (len(names) != nodes or len(set(names)) != nodes):
         raise UserError(

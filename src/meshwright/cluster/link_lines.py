@@ -7,9 +7,11 @@ do the same. Its bandwidth is that of the bus, as nccl-tests counts it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import isfinite
 from typing import Any
+
+from meshwright.comm.bandwidth import Line
 
 _TEXTS = ("operation", "axis", "backend", "torch", "when")
 _COUNTS = ("ranks", "inside", "node")
@@ -17,7 +19,7 @@ _COUNTS = ("ranks", "inside", "node")
 
 @dataclass(frozen=True)
 class LinkLine:
-    """One operation in groups of one shape: latency + bytes over the bus / bandwidth."""
+    """One operation in groups of one shape: latency + bytes over the bus / bandwidth, perhaps with a bend."""
 
     operation: str
     axis: str
@@ -34,6 +36,20 @@ class LinkLine:
     """Bytes per second."""
     torch: str
     when: str
+    bend: float | None = None
+    """From how many bytes over the bus another bandwidth holds."""
+    beyond: float | None = None
+    """That bandwidth."""
+
+    @property
+    def line(self) -> Line:
+        """Its times."""
+        return Line(self.latency_s, self.bandwidth, self.bend, self.beyond)
+
+    def slower(self, times: float) -> LinkLine:
+        """The same over a link that is that many times as slow."""
+        beyond = None if self.beyond is None else self.beyond / times
+        return replace(self, bandwidth=self.bandwidth / times, beyond=beyond)
 
     @property
     def key(self) -> tuple[str, str, int, int, int, str]:
@@ -47,9 +63,13 @@ def read_lines(rows: Iterable[Mapping[str, Any]]) -> tuple[LinkLine, ...]:
 
 
 def _read(row: Mapping[str, Any]) -> LinkLine:
+    # Files from before bends were found say nothing of one.
+    row = {"bend": None, "beyond": None, **row}
     names = {one.name for one in fields(LinkLine)}
     if row.keys() != names:
         raise ValueError(f"keys of a line differ: {', '.join(sorted(names ^ row.keys()))}")
+    if row["bend"] is None and row["beyond"] is None:
+        names -= {"bend", "beyond"}
     for name in _TEXTS:
         if not isinstance(row[name], str):
             raise ValueError(f"{row[name]!r} is no {name}")
@@ -58,7 +78,8 @@ def _read(row: Mapping[str, Any]) -> LinkLine:
         kinds = int if name in _COUNTS else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not isfinite(value) or value < 0:
             raise ValueError(f"{value!r} is no {name}")
-    if not 1 <= row["inside"] <= row["ranks"] or row["ranks"] < 2 or row["bandwidth"] <= 0:
+    rates = [row["bandwidth"], *([] if row["beyond"] is None else [row["beyond"]])]
+    if not 1 <= row["inside"] <= row["ranks"] or row["ranks"] < 2 or min(rates) <= 0:
         raise ValueError(f"a line of {row['ranks']} ranks, {row['inside']} in a machine, {row['bandwidth']} bytes/s")
     return LinkLine(**row)
 

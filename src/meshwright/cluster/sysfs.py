@@ -43,14 +43,14 @@ _TO_PROCESSOR = 0x0C
 
 def read_hardware(root: Path = Path("/"), nvml: tuple[NvmlGpu, ...] | None = None, host: str | None = None) -> Hardware:
     """This machine, or the one whose trees are under `root`; what NVML said of that one is in its nvml.json."""
-    tree = Tree(root)
+    tree, here = Tree(root), root == Path("/")
     why = ""
-    if nvml is None and root == Path("/"):
+    if nvml is None and here:
         nvml, why = ask_nvml()
     elif nvml is None:
         nvml, why = recorded_nvml(root / "nvml.json")
     if host is None:
-        host = socket.gethostname() if root == Path("/") else tree.text("proc/sys/kernel/hostname") or root.name
+        host = socket.gethostname() if here else tree.text("proc/sys/kernel/hostname") or root.name
     pci = {name: _pci(tree, name) for name in tree.names("sys/bus/pci/devices")}
     gpus = tuple(Gpu(device.address, device.numa) for device in pci.values() if device.is_gpu)
     processors = tree.text("proc/cpuinfo") or ""
@@ -60,7 +60,7 @@ def read_hardware(root: Path = Path("/"), nvml: tuple[NvmlGpu, ...] | None = Non
         product=tree.text("sys/class/dmi/id/product_name") or "",
         virtual=re.search(r"^flags\s*:.*\bhypervisor\b", processors, re.MULTILINE) is not None,
         processor=_after(processors, r"^model name\s*:\s*(.+)$"),
-        cores=len(re.findall(r"^processor\s*:", processors, re.MULTILINE)) or (os.cpu_count() or 0),
+        cores=len(re.findall(r"^processor\s*:", processors, re.MULTILINE)) or (here and os.cpu_count()) or 0,
         memory_bytes=_kibibytes(tree.text("proc/meminfo") or ""),
         numa=_numa(tree),
         pci=pci,

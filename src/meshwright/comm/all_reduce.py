@@ -18,6 +18,7 @@ from torch import Tensor
 from meshwright.comm.algorithms import ALGORITHMS, Nodes
 from meshwright.comm.rounds import Round
 from meshwright.comm.transfers import carry
+from meshwright.errors import ConfigError
 
 
 def all_reduce(
@@ -26,7 +27,9 @@ def all_reduce(
     """Put the sum over the ranks of a group in the place of each one's tensor; gives the bytes sent, by receiver."""
     group = group or dist.group.WORLD
     assert group is not None
-    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.flatten()
+    if algorithm not in ALGORITHMS:
+        raise ConfigError(f"there is no all-reduce called '{algorithm}'; there are {', '.join(ALGORITHMS)}")
+    flat = tensor.contiguous().view(-1)
     rounds = ALGORITHMS[algorithm](group.rank(), group.size(), flat.numel(), nodes)
     near = next((node for node in nodes if group.rank() in node), range(group.size()))
     sent = run_rounds(flat, rounds, group, far={*range(group.size())} - {*near})

@@ -1,13 +1,30 @@
-"""How many bytes of gradients should travel together. No torch."""
+"""How many bytes of gradients travel together, and how many should. No torch."""
 
 from __future__ import annotations
 
-from math import sqrt
+from collections.abc import Sequence
+from math import prod, sqrt
 
 from meshwright.comm.bandwidth import Line
 
 LEAST = 1 << 20
 """Smaller buckets cost the host more than they hide."""
+
+
+def buckets_of(shapes: Sequence[Sequence[int]], limit: float, element: int = 4) -> list[list[Sequence[int]]]:
+    """Parameters that travel together, as DDP deals them out: as their gradients come, the last ones first.
+
+    A bucket is closed by the parameter that fills it, so it may hold more than the limit.
+    """
+    found: list[list[Sequence[int]]] = []
+    held, size = [], 0
+    for shape in reversed(shapes):
+        held.append(shape)
+        size += prod(shape) * element
+        if size >= limit:
+            found.append(held)
+            held, size = [], 0
+    return [*found, held] if held else found
 
 
 def best_bucket(total: int, line: Line) -> float:

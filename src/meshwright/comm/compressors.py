@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -116,19 +116,16 @@ class Narrow(Compressor):
     def reduce(self, bucket: Bucket) -> None:
         flat, dtype = bucket.flat, self.DTYPES[self.how.kind]
         if dtype == torch.bfloat16:
-            sent = flat.to(dtype)
-            self.sum(sent)
-            flat.copy_(sent)
+            sum_in(dtype, flat, self.sum)
             return
-        largest = flat.abs().max().float() if flat.numel() else torch.zeros((), device=flat.device)
+        largest = _extent(flat).float() if flat.numel() else torch.zeros((), device=flat.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         # A power of two loses nothing; sums stay within half of the largest number of fp16.
         room = torch.finfo(dtype).max / 2 / self.group.size()
         scale = torch.exp2(torch.floor(torch.log2(room / largest.clamp(min=1e-30))))
         scale = torch.where(largest.isfinite(), scale, torch.ones_like(scale)).clamp(max=2.0**60)
-        sent = (flat * scale).to(dtype)
-        self.sum(sent)
-        torch.div(sent.to(flat.dtype), scale, out=flat)
+        sum_in(dtype, flat.mul_(scale), self.sum)
+        flat.div_(scale)
 
 
 class Eight(Compressor):
@@ -139,16 +136,30 @@ class Eight(Compressor):
         blocks = -(-flat.numel() // (BLOCK * ranks))
         rows = torch.zeros(ranks * blocks, BLOCK, dtype=torch.float32, device=flat.device)
         rows.view(-1)[: flat.numel()].copy_(flat)
-        incoming = self.exchange(_encode(rows).view(ranks, -1))
+        codes = _encode(rows).view(ranks, -1)
+        # Memory of gradients is dear while a backward pass goes on: nothing stays longer than it is needed.
+        del rows
+        incoming = self.exchange(codes)
+        del codes
         total = _decode(incoming, blocks).view(ranks, -1).sum(dim=0)
+        del incoming
         everyone = self.gather(_encode(total.view(blocks, BLOCK)))
+        del total
         flat.copy_(_decode(everyone, blocks).view(-1)[: flat.numel()])
 
 
+def _extent(numbers: Tensor, **options: Any) -> Tensor:
+    """How far from zero the farthest number is; no number where one is none."""
+    return torch.maximum(numbers.amax(**options), -numbers.amin(**options))
+
+
 def _encode(rows: Tensor) -> Tensor:
-    """Rows in 8 bits each, as bytes: of each its codes, then its scale; no number where something in it is none."""
-    scales = rows.abs().amax(dim=1, keepdim=True) / 127
-    codes = (rows / scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+    """Rows in 8 bits each, as bytes: of each its codes, then its scale; no number where something in it is none.
+
+    What is left in the rows is of no use.
+    """
+    scales = _extent(rows, dim=1, keepdim=True) / 127
+    codes = rows.div_(scales.clamp(min=torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
     return torch.cat((codes.view(torch.uint8), scales.view(torch.uint8)), dim=1)
 
 
@@ -156,7 +167,7 @@ def _decode(parts: Tensor, blocks: int) -> Tensor:
     """The rows of bytes as numbers."""
     rows = parts.view(len(parts) * blocks, -1)
     scales = rows[:, BLOCK:].contiguous().view(torch.float32)
-    return rows[:, :BLOCK].contiguous().view(torch.int8).float() * scales
+    return rows[:, :BLOCK].contiguous().view(torch.int8).float().mul_(scales)
 
 
 class TopK(Compressor):
@@ -181,7 +192,7 @@ class TopK(Compressor):
         for one in self.gather(sent):
             total.index_add_(0, one[split:].long(), one[:split].clone().view(values.dtype))
         flat.copy_(total)
-        rest, fine = row.index_fill_(0, places, 0.0), total.isfinite().all()
+        rest, fine = row.index_fill_(0, places, 0.0), _extent(total).isfinite()
         for kept, part in zip(unsent, rest.split(sizes), strict=True):
             torch.where(fine, part.view_as(kept), kept, out=kept)
 
@@ -232,9 +243,8 @@ class PowerSgd(Compressor):
         along = self._summed(own)
         for index, side in enumerate(across):
             gradient, one = matrices_only.gradients[index], fine[index]
-            found = torch.where(one, side @ along[index].T, torch.full_like(matrices[index], torch.nan))
-            gradient.copy_(found.view_as(gradient))
-            remaining = (matrices[index] - side @ own[index].T).view_as(gradient)
+            gradient.copy_(torch.where(one, side @ along[index].T, torch.nan).view_as(gradient))
+            remaining = matrices[index].sub_(side @ own[index].T).view_as(gradient)
             torch.where(one, remaining, unsent[index], out=unsent[index])
             basis = bases[index]
             torch.where(one, along[index], basis, out=basis)
@@ -255,7 +265,9 @@ class PowerSgd(Compressor):
         if name not in self.bases:
             columns = self.how.columns
             index = torch.arange(matrix.shape[1] * columns, device=matrix.device).view(-1, columns)
-            self.bases[name] = torch.linalg.qr(normal(key_of("basis", name), index)).Q.to(matrix.dtype)
+            found = torch.linalg.qr(normal(key_of("basis", name), index)).Q.to(matrix.dtype)
+            # As a checkpoint gives it back: products of another layout are rounded otherwise.
+            self.bases[name] = found.contiguous()
         return self.bases[name]
 
 

@@ -25,8 +25,12 @@ from meshwright.comm.nccl_variables import (
 from meshwright.errors import nearest
 
 MOST_SOCKETS = 64
+_THREADS = range(64, 513, 32)
 _LISTS = ("NCCL_DEBUG_SUBSYS",)
 _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
+_MOST_LEVEL = 5
+"""The last one that a number stands for."""
+_CHOSEN = ("NCCL_ALGO", "NCCL_PROTO")
 
 
 def check_settings(hardware: Hardware, values: Mapping[str, str], machines: int, exists: Exists) -> Iterator[Finding]:
@@ -38,6 +42,7 @@ def check_settings(hardware: Hardware, values: Mapping[str, str], machines: int,
     yield from check_network(hardware, values, machines)
     yield from _between_gpus(hardware, values)
     yield from _sockets(values)
+    yield from _kernels(values)
     yield from _files(values, exists)
     yield from _buffers(values)
     yield from _debug(values)
@@ -86,8 +91,14 @@ def _words(name: str, value: str) -> Iterator[Finding]:
     if not allowed or value == "":
         return
     if name in _LEVELS:
-        # Compared letter by letter; one digit is the old way to say it.
-        unknown = [] if value in allowed or (value[0].isascii() and value[0].isdecimal()) else [value]
+        # Compared letter by letter; a number is the old way to say it.
+        old = value[0].isascii() and value[0].isdecimal()
+        if old and number_in(value) > _MOST_LEVEL:
+            cost, remedy = "NCCL takes it for SYS, the farthest", f"one of {', '.join(allowed)}"
+            yield Finding(Level.WARNING, name, f"'{value}' is no level: they end at {_MOST_LEVEL}", cost, remedy)
+        unknown = [] if value in allowed or old else [value]
+    elif name in _CHOSEN:
+        unknown = [word for word in _chosen(value) if word.upper() not in allowed]
     elif name in _LISTS:
         parts = value.removeprefix("^").split(",")
         unknown = [part for part in parts if part.strip().upper() not in allowed]
@@ -95,12 +106,18 @@ def _words(name: str, value: str) -> Iterator[Finding]:
         unknown = [] if value.upper() in allowed else [value]
     for word in unknown:
         yield Finding(
-            Level.WARNING,
+            Level.BREAKS if name in _CHOSEN else Level.WARNING,
             name,
             f"'{word}' is no word for it{nearest(word.upper(), allowed)}",
-            cost="NCCL ignores it",
+            cost="NCCL refuses it when ranks meet" if name in _CHOSEN else "NCCL ignores it",
             remedy=f"one of {', '.join(allowed)}",
         )
+
+
+def _chosen(value: str) -> list[str]:
+    """The words of `ring,tree`, `^tree` and `allreduce:ring;broadcast:^tree`; NCCL takes spaces for a part of them."""
+    lists = [part.rpartition(":")[2].removeprefix("^") for part in value.split(";")]
+    return [word for one in lists for word in one.split(",") if word]
 
 
 def _between_gpus(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Finding]:
@@ -118,8 +135,10 @@ def _between_gpus(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Fin
             speed = f" of {gpu.links * gpu.link_gb_s:.0f} GB/s each way" if gpu.link_gb_s else ""
             cost += f", and {gpu.links} NVLinks for each GPU{speed} carry nothing"
         yield Finding(Level.WARNING, name, text, cost, f"unset {name}")
-    if number_in(values.get("NCCL_SHM_DISABLE", "")) == 1 and (disabled or not hardware.all_linked):
+    if number_in(values.get("NCCL_SHM_DISABLE", "")) == 1:
         cost = "GPUs without a direct path talk over the network card, also within this machine"
+        if hardware.all_linked and not disabled:
+            cost += "; here NVLinks join all, until one fails or P2P is switched off"
         yield Finding(Level.WARNING, "NCCL_SHM_DISABLE", "shared memory may not be used", cost, "unset it")
     if values.get("NCCL_NVLS_ENABLE", "").strip() == "0" and hardware.nvswitches:
         cost = "sums are not made in the switches (NVLink SHARP): all-reduce is slower on this machine"
@@ -134,6 +153,20 @@ def _sockets(values: Mapping[str, str]) -> Iterator[Finding]:
     if threads * each > MOST_SOCKETS:
         text = f"{threads} threads x {each} sockets are {threads * each}, and NCCL opens at most {MOST_SOCKETS}"
         yield Finding(Level.WARNING, names[1], text, f"it is lowered to {MOST_SOCKETS // max(1, min(threads, 16))}")
+
+
+def _kernels(values: Mapping[str, str]) -> Iterator[Finding]:
+    least, most = (values.get(name, "") for name in ("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"))
+    if is_whole_number(least) and is_whole_number(most) and number_in(least) > number_in(most) > 0:
+        text = f"at least {number_in(least)} channels, and NCCL_MAX_NCHANNELS={number_in(most)} at most"
+        cost = "one of the two has no effect: not the number of channels, and of the GPU's cores, that was wanted"
+        yield Finding(Level.WARNING, "NCCL_MIN_NCHANNELS", text, cost, "unset one of them")
+    threads = values.get("NCCL_NTHREADS", "")
+    if is_whole_number(threads) and number_in(threads) not in (0, *_THREADS):
+        taken = 64 if number_in(threads) % 32 == 0 and number_in(threads) < 64 else 512
+        text = f"{number_in(threads)} threads of a block are no multiple of 32 from 64 to 512"
+        cost = f"NCCL takes {taken} instead, and says so with NCCL_DEBUG=INFO alone"
+        yield Finding(Level.WARNING, "NCCL_NTHREADS", text, cost, "64, 128, 256 or 512, or unset it")
 
 
 def _files(values: Mapping[str, str], exists: Exists) -> Iterator[Finding]:

@@ -57,8 +57,7 @@ def choose(hardware: Hardware, values: Mapping[str, str], machines: int) -> Choi
     if not hardware.gpus:
         choices.leave("NCCL_*", "no NVIDIA GPU was found: ranks talk over gloo, and NCCL has no part in it")
     if machines > 1:
-        refused = number_in(values.get("NCCL_IB_DISABLE", "")) == 1 or values.get("NCCL_NET", "").lower() == "socket"
-        fabric = [] if refused else fabric_ports(hardware)
+        fabric = allowed_fabric(hardware, values)
         _interfaces(choices, hardware, values, fabric)
         if hardware.gpus:
             _ports(choices, hardware, fabric)
@@ -78,7 +77,13 @@ def choose(hardware: Hardware, values: Mapping[str, str], machines: int) -> Choi
     return choices
 
 
-def _best_interfaces(hardware: Hardware, fabric: list[RdmaPort]) -> list[NetInterface]:
+def allowed_fabric(hardware: Hardware, values: Mapping[str, str]) -> list[RdmaPort]:
+    """Ports for training, unless a setting refuses RDMA."""
+    refused = number_in(values.get("NCCL_IB_DISABLE", "")) == 1 or values.get("NCCL_NET", "").lower() == "socket"
+    return [] if refused else fabric_ports(hardware)
+
+
+def best_interfaces(hardware: Hardware, fabric: list[RdmaPort]) -> list[NetInterface]:
     """Where sockets belong: with RDMA only meetings, on the default route; else all traffic, on the fastest ones."""
     usable = [one for one in hardware.interfaces if one.usable]
     route = [one for one in usable if one.default_route]
@@ -92,7 +97,7 @@ def _best_interfaces(hardware: Hardware, fabric: list[RdmaPort]) -> list[NetInte
 
 
 def _interfaces(choices: Choices, hardware: Hardware, values: Mapping[str, str], fabric: list[RdmaPort]) -> None:
-    best = _best_interfaces(hardware, fabric)
+    best = best_interfaces(hardware, fabric)
     if not best:
         return
     names = [one.name for one in best]
@@ -116,7 +121,8 @@ def _interfaces(choices: Choices, hardware: Hardware, values: Mapping[str, str],
 
 
 def _gloo_interface(hardware: Hardware, values: Mapping[str, str], best: list[NetInterface]) -> str:
-    taken = [one.name for one in socket_interfaces(hardware, values.get("NCCL_SOCKET_IFNAME"))]
+    found = socket_interfaces(hardware, values.get("NCCL_SOCKET_IFNAME"))
+    taken = [one.name for one in found if one.kind != "loopback"]
     wanted = "NCCL_SOCKET_IFNAME" in values and bool(taken)
     return taken[0] if wanted and best[0].name not in taken else best[0].name
 
@@ -207,7 +213,7 @@ def _sockets(choices: Choices, hardware: Hardware, values: Mapping[str, str], fa
     if fabric or any(port.is_efa for port in hardware.rdma):
         return
     own = values.get("NCCL_SOCKET_IFNAME")
-    used = _best_interfaces(hardware, []) if own is None else socket_interfaces(hardware, own)
+    used = best_interfaces(hardware, []) if own is None else socket_interfaces(hardware, own)
     names = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
     if not used:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.cluster.hardware import (
@@ -13,7 +14,7 @@ from meshwright.cluster.hardware import (
     interface_rate,
     rates,
 )
-from meshwright.comm.nccl_choices import lost_after
+from meshwright.comm.nccl_choices import allowed_fabric, best_interfaces, lost_after
 from meshwright.comm.nccl_profile import Finding, Level
 from meshwright.comm.nccl_selection import Names, best_gid, fabric_ports, rdma_ports, socket_interfaces
 from meshwright.comm.nccl_variables import is_whole_number, number_in
@@ -21,6 +22,9 @@ from meshwright.errors import nearest
 
 _SHORT_TIMEOUT = 18
 """Below it a link that is trained anew, which takes seconds, ends the run."""
+
+_NETWORKS = {"ib": "IB", "socket": "Socket"}
+"""Its own; others come with plugins."""
 
 
 def check_network(hardware: Hardware, values: Mapping[str, str], machines: int) -> Iterator[Finding]:
@@ -37,7 +41,9 @@ def check_network(hardware: Hardware, values: Mapping[str, str], machines: int) 
 def _speed(interfaces: Sequence[NetInterface]) -> str:
     if not interfaces:
         return "no interface at all"
-    return f"{len(interfaces)} x {interface_rate(interfaces[0])} ({', '.join(one.name for one in interfaces[:3])})"
+    by_rate = Counter(interface_rate(one) for one in sorted(interfaces, key=lambda one: -(one.mbit_s or 0)))
+    names = ", ".join(one.name for one in interfaces[:3]) + (" and more" if len(interfaces) > 3 else "")
+    return f"{' + '.join(f'{count} x {rate}' for rate, count in by_rate.items())} ({names})"
 
 
 def instead_of_rdma(hardware: Hardware, values: Mapping[str, str]) -> str:
@@ -71,7 +77,7 @@ def _sockets(hardware: Hardware, values: Mapping[str, str], machines: int) -> It
         yield Finding(Level.WARNING, name, text, cost="that part has no effect")
     if machines > 1 and all(one.kind == "loopback" for one in used):
         cost = "ranks of different machines cannot reach each other: the run waits, and fails"
-        yield Finding(Level.BREAKS, name, "it leaves only the loopback interface", cost, _better(hardware))
+        yield Finding(Level.BREAKS, name, "it leaves only the loopback interface", cost, _better(hardware, values))
         return
     inner = [one.name for one in used if one.kind in ("bridge", "virtual", "tunnel")]
     if machines > 1 and inner:
@@ -83,7 +89,7 @@ def _sockets(hardware: Hardware, values: Mapping[str, str], machines: int) -> It
         best = max((one.mbit_s or 0 for one in used), default=0)
         if best and best < (fastest.mbit_s or 0):
             cost = f"all traffic goes over {_speed(used)} instead of {fastest.name}'s {interface_rate(fastest)}"
-            yield Finding(Level.WARNING, name, "there is a faster interface", cost, _better(hardware))
+            yield Finding(Level.WARNING, name, "there is a faster interface", cost, _better(hardware, values))
 
 
 def _no_interface(hardware: Hardware, value: str, missing: list[str]) -> Finding:
@@ -100,10 +106,9 @@ def _no_interface(hardware: Hardware, value: str, missing: list[str]) -> Finding
     return Finding(Level.BREAKS, "NCCL_SOCKET_IFNAME", text, cost, f"there are {', '.join(there) or 'none'}")
 
 
-def _better(hardware: Hardware) -> str:
-    usable = [one for one in hardware.interfaces if one.usable]
-    best = max(usable, key=lambda one: (one.mbit_s or 0, one.default_route), default=None)
-    return "" if best is None else f"={best.name} is there, {interface_rate(best)}"
+def _better(hardware: Hardware, values: Mapping[str, str]) -> str:
+    best = best_interfaces(hardware, allowed_fabric(hardware, values))
+    return f"={best[0].name} is there, {interface_rate(best[0])}" if best else ""
 
 
 def _gloo(hardware: Hardware, values: Mapping[str, str], machines: int) -> Iterator[Finding]:
@@ -126,7 +131,7 @@ def _gloo(hardware: Hardware, values: Mapping[str, str], machines: int) -> Itera
         yield Finding(Level.BREAKS, name, f"{bad.name} {state}", "gloo fails when ranks meet")
     elif machines > 1 and all(one.kind == "loopback" for one in found):
         cost = "ranks of different machines cannot reach each other: the run waits, and fails"
-        yield Finding(Level.BREAKS, name, "it is the loopback interface", cost, _better(hardware))
+        yield Finding(Level.BREAKS, name, "it is the loopback interface", cost, _better(hardware, values))
     setting = values.get("NCCL_SOCKET_IFNAME")
     used = socket_interfaces(hardware, setting) if setting is not None else []
     if used and not {one.name for one in used} & set(named):
@@ -143,6 +148,11 @@ def _transport(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Findin
         yield Finding(Level.WARNING, "NCCL_IB_DISABLE", "RDMA ports are there and not used", cost, "unset it")
     if fabric and network == "socket":
         yield Finding(Level.WARNING, "NCCL_NET", "RDMA ports are there and not used", instead_of_rdma(hardware, values))
+    plugin = "NCCL_NET_PLUGIN" in values or any(port.is_efa for port in hardware.rdma)
+    if network not in ("", *_NETWORKS) and not plugin:
+        text = f"'{values['NCCL_NET']}' is no network that NCCL has{nearest(values['NCCL_NET'], _NETWORKS.values())}"
+        cost = "NCCL fails when the first group of ranks is made, unless a plugin that it finds is called so"
+        yield Finding(Level.WARNING, "NCCL_NET", text, cost, f"one of {', '.join(_NETWORKS.values())}, or unset it")
     if network == "ib" and (disabled or not rdma_ports(hardware, values.get("NCCL_IB_HCA"))):
         why = "NCCL_IB_DISABLE forbids it" if disabled else "no RDMA port is active and chosen"
         cost = "NCCL fails when the first group of ranks is made: it may fall back on nothing else"
@@ -160,7 +170,11 @@ def _ports(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Finding]:
     present = [(port.device, port.port) for port in all_ports]
     for entry in [] if names.inverted else names.unmatched(present):
         hint = " (only the first name may have `=` before it; it counts for all)" if entry.startswith("=") else ""
-        text = f"no RDMA device is called {entry}{nearest(entry, [device for device, _ in present])}{hint}"
+        ports = sorted({port for device, port in present if names.names(entry, device)})
+        if ports:
+            text = f"{entry} has no such port; it has {', '.join(map(str, ports))}"
+        else:
+            text = f"no RDMA device is called {entry}{nearest(entry, [device for device, _ in present])}{hint}"
         yield Finding(Level.WARNING, name, text, "that part has no effect")
     for port in all_ports:
         if not port.active and not names.inverted and names.takes(port.device, port.port):

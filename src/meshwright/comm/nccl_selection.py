@@ -31,10 +31,13 @@ class Names:
         devices = list(present)
         return [entry[0] for entry in self.entries if not any(self._is(entry, *device) for device in devices)]
 
+    def names(self, wanted: str, name: str) -> bool:
+        """Whether an entry stands for a device, whatever its port."""
+        return name == wanted if self.exact else name.startswith(wanted)
+
     def _is(self, entry: tuple[str, int | None], name: str, port: int | None) -> bool:
         wanted, number = entry
-        same = name == wanted if self.exact else name.startswith(wanted)
-        return same and (number is None or port is None or number == port)
+        return self.names(wanted, name) and (number is None or port is None or number == port)
 
 
 def _port(rest: Sequence[str]) -> int | None:

@@ -175,6 +175,11 @@ class Corpus:
         return self.path / TOKENIZER
 
     @property
+    def has_tokenizer(self) -> bool:
+        """Whether the tokenizer of the tokens lies with them."""
+        return True
+
+    @property
     def size(self) -> int:
         """How many bytes the shards take on disk."""
         return sum(size for _, size, _ in _expected_sizes(self.index))

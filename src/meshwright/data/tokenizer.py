@@ -128,6 +128,28 @@ class FileTokenizer(Tokenizer):
             (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": self._end_name}) + "\n")
 
 
+class UnknownTokenizer(Tokenizer):
+    """Stands for the tokenizer of tokens that came without one: it shows ids, and takes no text."""
+
+    def __init__(self) -> None:
+        self.name = "not known"
+        self.vocab_size = 0
+        self.end = None
+        self.digest = ""
+
+    def encode(self, text: str) -> list[int]:
+        raise DataError("the tokens came without their tokenizer; set data.tokenizer to it")
+
+    def encode_documents(self, documents: Sequence[bytes]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        raise DataError("the tokens came without their tokenizer; set data.tokenizer to it")
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+    def save(self, folder: str | Path) -> None:
+        """There is nothing to write."""
+
+
 def _build(name: str, files: Mapping[str, bytes]) -> Any:
     try:
         import tokenizers

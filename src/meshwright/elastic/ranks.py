@@ -37,6 +37,7 @@ from meshwright.elastic.failure import (
 )
 from meshwright.elastic.mismatch import explain_abort, explain_disagreement, fatal_stack
 from meshwright.elastic.placement import Placement
+from meshwright.elastic.rank_log import RankLog
 from meshwright.elastic.rank_side import answer_watchers, leave_last_words
 from meshwright.errors import ExitCode, UserError
 from meshwright.files import write_atomically
@@ -286,6 +287,7 @@ def _rank(
     for number in (*STOP_SIGNALS, RESIZE_SIGNAL):
         signal.signal(number, _stop_early)
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    log = RankLog(rank)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
@@ -319,6 +321,7 @@ def _rank(
         code = code or _tell(report, error)
     sys.stdout.flush()
     sys.stderr.flush()
+    log.close()
     # Not sys.exit: threads of a backend whose peer is gone may not end.
     os._exit(code)
 

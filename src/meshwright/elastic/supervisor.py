@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +27,7 @@ from meshwright.elastic.ranks import Ending, Ranks, Work
 from meshwright.elastic.watch_link import WatchLink
 from meshwright.errors import ExitCode, UserError
 from meshwright.lock import Fence, Lock, is_alive
-from meshwright.training.hooks import RESIZE_SIGNAL, RETUNED, STOP_SIGNALS, show_cursor
+from meshwright.training.hooks import RESIZE_SIGNAL, RETUNED, STOP_SIGNALS, is_echo, show_cursor
 from meshwright.training.run_folder import RunFolder
 
 MOST_WATCHDOGS = 20
@@ -56,6 +57,7 @@ class Supervisor:
         self._work_of, self._device, self._timeout_s = work_of, device, timeout_s
         self._fresh, self._watchdog_command = fresh, watchdog
         self._asked: signal.Signals | None = None
+        self._asked_at = 0.0
         self._ranks: Ranks | None = None
         self._watchdog: WatchLink | None = None
         self._lock: Lock | None = None
@@ -230,6 +232,8 @@ class Supervisor:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         if self._asked is not None:
+            if is_echo(number, self._asked_at):
+                return
             if self._ranks is not None:
                 self._ranks.send(signal.SIGKILL)
             if self._watchdog is not None:
@@ -237,7 +241,7 @@ class Supervisor:
             show_cursor()
             shutil.rmtree(self._private, ignore_errors=True)
             os._exit(128 + number)
-        self._asked = signal.Signals(number)
+        self._asked, self._asked_at = signal.Signals(number), time.monotonic()
         if self._ranks is not None:
             self._ranks.send(number)
 

@@ -117,6 +117,9 @@ def ends_with(spec: ModelSpec, layers: range | None) -> bool:
 class Decoder(nn.Module):
     """A language model: token ids in, logits out."""
 
+    uses_all_parameters = True
+    """Every pass does: ranks need not ask each other which have a gradient."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         spec.check_buildable()
@@ -138,6 +141,11 @@ class Decoder(nn.Module):
         names = [name for name, _ in self.named_modules()]
         plan = tensor_plan(self.spec)
         return {pattern: rule for pattern, rule in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+    @property
+    def expert_plan(self) -> tuple[str, ...]:
+        """Which modules hold experts."""
+        return () if self.spec.experts is None else ("model.layers.*.mlp.experts",)
 
     def forward(
         self,

@@ -3,16 +3,20 @@
 The axes of a mesh cut one after the other, the last one first: what FSDP shards was cut by tensor parallel before. Each
 cut follows the rule of `cuts.py`, however uneven it comes out; PyTorch's own arithmetic of such placements is right for
 even parts only.
+
+A dimension may be packed: several lengths behind one another, such as gates and ups of experts, each of which is cut. A
+rank's part of it lies in several places; `unpacked` is the same tensor with that dimension seen as two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshwright.cuts import longest_part, part, part_length
 from meshwright.torch_private import all_gather, is_shard
@@ -45,6 +49,8 @@ def box_of(tensor: Tensor) -> Box:
     """This rank's part of a tensor."""
     if not isinstance(tensor, DTensor):
         return Box(tensor, (0,) * tensor.ndim, tuple(tensor.shape))
+    if packs_of(tensor) is not None:
+        raise ValueError("a part of a packed dimension lies in several places")
     offset = [0] * tensor.ndim
     for cut in _cuts(tensor):
         offset[cut.dim] += part(cut.length, cut.parts, cut.mine).start
@@ -67,10 +73,42 @@ def _cuts(tensor: DTensor) -> Iterator[_Cut]:
             raise ValueError("a tensor that is a sum still to be taken has no parts")
 
 
+def packs_of(tensor: Tensor) -> tuple[int, int] | None:
+    """The packed dimension of a tensor that is split, and how many lengths lie behind one another in it."""
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            # The same kind of placement says that later axes have cut the dimension before.
+            later = zip(range(tensor.device_mesh.ndim), tensor.placements, strict=True)
+            dim = getattr(placement, "dim", None)
+            before = (tensor.device_mesh.size(n) for n, p in later if n > axis and getattr(p, "dim", None) == dim)
+            if (packs := getattr(placement, "split_factor", 1) // prod(before)) > 1:
+                return placement.dim, packs  # type: ignore[attr-defined]
+    return None
+
+
+def unpacked(tensor: Tensor) -> Tensor:
+    """A tensor with its packed dimension, if it has one, seen as two: which length, and where in it."""
+    found = packs_of(tensor)
+    if found is None:
+        return tensor
+    assert isinstance(tensor, DTensor)
+    dim, packs = found
+    local = tensor.to_local().unflatten(dim, (packs, -1))
+    shape = torch.Size((*tensor.shape[:dim], packs, tensor.shape[dim] // packs, *tensor.shape[dim + 1 :]))
+    placements: list[Placement] = []
+    for placement in tensor.placements:
+        at = getattr(placement, "dim", -1)
+        placements.append(placement if at < dim else Shard(at + 1))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor; where it is split, all ranks must ask for it together."""
     if not isinstance(tensor, DTensor):
         return tensor
+    if (packed := packs_of(tensor)) is not None:
+        return whole(unpacked(tensor)).flatten(packed[0], packed[0] + 1)
     value = tensor.to_local()
     for cut in reversed(list(_cuts(tensor))):
         if cut.parts > 1:

@@ -37,13 +37,14 @@ def is_read(module: nn.Module) -> bool:
     return hasattr(module, "_reads")
 
 
-def around_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """From now on, the module's forward pass is `wrapper(forward, *inputs)`.
+def around_forward(module: nn.Module, wrapper: Callable[..., Any], *, innermost: bool = False) -> None:
+    """From now on, the module's forward pass is `wrapper(forward, *inputs)`, outside of all wrappers or inside.
 
     What a module sees of its parameters is shown inside of all wrappers; they ask `seen` themselves.
     """
     _take_forward(module)
-    module.__dict__["_wrappers"] = (*module.__dict__["_wrappers"], wrapper)
+    others = module.__dict__["_wrappers"]
+    module.__dict__["_wrappers"] = (wrapper, *others) if innermost else (*others, wrapper)
 
 
 def _take_forward(module: nn.Module) -> None:

@@ -49,23 +49,28 @@ def tensor_plan(spec: ModelSpec) -> dict[str, str]:
     return {module: rule.format(spec=spec) for module, rule in TENSOR_PLAN.items()}
 
 
+def entry_of(plan: Mapping[str, str], name: str) -> str | None:
+    """What a table of patterns says of a name: that of the first which it fits."""
+    return next((entry for pattern, entry in plan.items() if fnmatchcase(name, pattern)), None)
+
+
 def rule_of(plan: Mapping[str, str], module: str) -> Rule | None:
     """The table's rule for a module, by its name."""
-    for pattern, rule in plan.items():
-        if fnmatchcase(module, pattern):
-            word, _, number = rule.partition(":")
-            return Rule(word, int(number or 0))
-    return None
+    entry = entry_of(plan, module)
+    if entry is None:
+        return None
+    word, _, number = entry.partition(":")
+    return Rule(word, int(number or 0))
 
 
 def cut_dimension(rule: Rule, parameter: str, tp: int) -> int | None:
     """Which dimension of a module's parameter tensor parallel cuts; None where every rank holds all of it."""
     match rule.word:
-        case "column" | "vocabulary" | "head":
+        case "column" | "vocabulary" | "head" | "outputs" | "outputs-whole":
             return 0
         case "heads":
             return 0 if rule.number % tp == 0 else None
-        case "row":
+        case "row" | "inputs" | "inputs-own":
             return 1 if parameter == "weight" else None
         case "experts":
             return 2 if parameter == "down_proj" else 1

@@ -39,7 +39,7 @@ class Account:
     def _count(
         self, events: Sequence[Line], curves: Curves, ranks: Mapping[int, RankRecord], now: float | None
     ) -> Goodput:
-        columns = {name: dict(curves.points(name)) for name in ("step_s", "eval_s", "pipeline_idle")}
+        columns = {name: dict(curves.points(name)) for name in ("step_s", "eval_s", "pipeline_idle", "skipped")}
         metrics = [
             {"step": step, "time": when} | {name: column[step] for name, column in columns.items() if step in column}
             for step, when in zip(curves.steps, curves.times, strict=True)

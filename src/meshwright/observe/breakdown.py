@@ -2,7 +2,8 @@
 
 Plain arithmetic on intervals of one clock, without torch. Time that is computed is computed, whatever travels
 meanwhile; of the rest, what is spent waiting for another stage is bubble, what is spent with a communication under way
-is exposed communication, and what is left is idle. Each lies in a phase of the step.
+is exposed communication, and what is left is idle. Each lies in a phase of the step; what comes after the update
+(evaluations, saves, hooks) is no part of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 Interval = tuple[float, float]
 """From when to when."""
+PHASES = ("data", "forward", "backward", "reduce", "optimizer")
+"""Those of the step itself."""
 LATE_S = 3e-3
 """By how much the end of a communication may be noted after those who waited for it went on."""
 
@@ -80,6 +83,10 @@ class Step:
     """From when to when each collective or transfer was under way."""
     waits: Sequence[Interval] = ()
     """Waiting for what another stage sends or takes."""
+    meetings: Sequence[Interval] = ()
+    """Collectives in which stages meet: whoever waits in one waits for another stage."""
+    transfers: Sequence[Interval] = ()
+    """Messages between stages, where all waiting for them is in `waits`: nothing else of them is exposed."""
     host: bool = True
     """Whether the one who computes is also the one who launches: then there is time in which it does neither, which
     is no wait for a communication unless one ends in it."""
@@ -87,7 +94,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Seconds; compute, exposed, bubble and idle add up to the step."""
+    """Seconds; compute, exposed, bubble and idle add up to the phases of the step itself."""
 
     compute: float
     exposed: float
@@ -109,17 +116,15 @@ class Breakdown:
 
 def break_down(step: Step) -> Breakdown:
     """What became of a step's time."""
-    whole = [(step.begin, step.end)]
-    communication = intersect(union(step.communication), whole)
-    compute = intersect(union(step.compute), whole)
-    bubble = subtract(intersect(union(step.waits), whole), compute)
-    free = subtract(subtract(whole, compute), bubble)
-    if step.host:
-        exposed = _waited_for(free, step.communication)
-    else:
-        exposed = intersect(communication, free)
     phases = _phases(step)
-    seconds = step.end - step.begin
+    whole = union(part for name, parts in phases.items() if name in PHASES for part in parts)
+    communication = intersect(union([*step.communication, *step.transfers, *step.meetings]), whole)
+    compute = intersect(union(step.compute), whole)
+    exposing = _waited_for if step.host else _under_way
+    bubble = subtract(intersect(union(step.waits), whole), compute)
+    bubble = union([*bubble, *exposing(subtract(subtract(whole, compute), bubble), step.meetings)])
+    exposed = exposing(subtract(subtract(whole, compute), bubble), step.communication)
+    seconds = total(whole)
     sums = total(compute), total(exposed), total(bubble)
     return Breakdown(
         compute=sums[0],
@@ -131,6 +136,11 @@ def break_down(step: Step) -> Breakdown:
         exposed_in=_by_phase(exposed, phases),
         bubble_in=_by_phase(bubble, phases),
     )
+
+
+def _under_way(gaps: Sequence[Interval], communication: Sequence[Interval]) -> list[Interval]:
+    """Of the gaps between computations, what was spent with a communication under way."""
+    return intersect(union(communication), gaps)
 
 
 def _waited_for(gaps: Sequence[Interval], communication: Sequence[Interval]) -> list[Interval]:

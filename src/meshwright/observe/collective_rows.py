@@ -38,9 +38,11 @@ class Collective:
 
 
 def rows(collectives: Iterable[Collective]) -> list[dict[str, Any]]:
-    """Collectives of one kind, group and class of sizes in one row each."""
+    """Collectives of one kind, group and class of sizes in one row each; with itself alone no rank moves anything."""
     found: dict[tuple[str, str, int, str], list[Collective]] = {}
     for one in collectives:
+        if one.ranks == 1:
+            continue
         found.setdefault((one.group, one.operation, one.ranks, size_class(one.bytes)), []).append(one)
     table = []
     for (group, operation, ranks, size), members in sorted(found.items()):

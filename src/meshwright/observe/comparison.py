@@ -11,6 +11,8 @@ from meshwright.observe.rank_files import RankRecord, numbers_of
 from meshwright.observe.tail import Line
 
 GIB = 2.0**30
+IN_PASSES = ("compute", "recompute", "tp", "cp", "ep", "bubble")
+"""Parts of a step's expected time that lie in forward and backward passes, of which the idle share is measured."""
 STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -84,9 +86,9 @@ def compare(
 
 
 def _idle_share(parts: Mapping[str, float]) -> float | None:
-    """The expected share of a step in which a rank of a pipeline waits."""
-    whole = sum(parts.values())
-    return parts["bubble"] / whole if "bubble" in parts and whole > 0 else None
+    """The expected share of the passes in which a rank of a pipeline waits; None where it is expected to wait never."""
+    whole = sum(parts.get(name, 0.0) for name in IN_PASSES)
+    return parts["bubble"] / whole if parts.get("bubble", 0.0) > 0 else None
 
 
 def _held(record: RankRecord) -> float | None:

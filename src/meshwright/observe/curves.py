@@ -27,7 +27,10 @@ SERIES = (
     "spike_score",
     "sent_mib",
     "sent_share",
+    "skipped",
 )
+RATES = ("tokens_per_s", "tokens_per_s_per_device", "tflops_per_device", "mfu")
+"""What is done in a second: over several steps, by all of their time."""
 _KNOWN = frozenset(SERIES)
 RECENT_STEPS = 50
 """How many of the last steps stand for how fast a run is now."""
@@ -123,9 +126,13 @@ class Curves:
         return list(self._of(name).values[-count:])
 
     def mean(self, name: str) -> float | None:
-        """The mean of the last steps that have the metric: what every display calls its speed."""
+        """The mean of the last steps that have the metric, of a rate over their time: what displays call speed."""
         recent = self.recent(name)
-        return fmean(recent) if recent else None
+        if not recent:
+            return None
+        taken = dict(self.points("step_s")[-2 * RECENT_STEPS :]) if name in RATES else {}
+        seconds = [taken.get(step, 0.0) for step in self._of(name).steps[-len(recent) :]]
+        return fmean(recent, seconds) if min(seconds) > 0 else fmean(recent)
 
     def averaged(self, name: str) -> int:
         """Over how many steps `mean` goes: RECENT_STEPS, or fewer in a young run."""

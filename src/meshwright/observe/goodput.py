@@ -1,9 +1,9 @@
 """Where the wall time of a run went: the share that made progress, and what took the rest. Without torch.
 
-Progress is the time of steps that the run still has, but for what they waited. Steps that were lost to a failure or
-undone by a rollback were in vain, whichever of their two turns one blames: `replayed` is that time, once. The parts of
-an account add up to its wall time. A run that a person stopped and took up later was away meanwhile, which counts as
-nothing.
+Progress is the time of steps that the run still has and has learned from, but for what they waited. Steps that were
+lost to a failure or undone by a rollback were in vain, whichever of their two turns one blames: `replayed` is that
+time, once. The parts of an account add up to its wall time. A run that a person stopped and took up later was away
+meanwhile, which counts as nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ PARTS = (
     "startup",
     "restart",
     "replayed",
+    "skipped",
     "checkpoint",
     "evaluation",
     "bubble",
@@ -37,6 +38,7 @@ WORDS = {
     "startup": "start",
     "restart": "restarts",
     "replayed": "steps done again",
+    "skipped": "skipped steps",
     "checkpoint": "checkpoints",
     "bubble": "pipeline bubble",
     "data": "waiting for data",
@@ -167,7 +169,8 @@ def _walk(account: _Account, entries: Sequence[_Entry], ranks: Sequence[RankReco
     done_before: int | None = None
     for time, kind, facts in entries:
         if kind == "step":
-            wanted = [("progress", fact(facts, "step_s")), ("evaluation", fact(facts, "eval_s"))]
+            made = "skipped" if fact(facts, "skipped") else "progress"
+            wanted = [(made, fact(facts, "step_s")), ("evaluation", fact(facts, "eval_s"))]
             account.take(time, wanted, claim)
             claim, running, ended = "unknown", True, False
         elif kind in ("started", "resumed"):

@@ -63,6 +63,12 @@ class Group(NamedTuple):
 
     label: str
     ranks: int
+    exchange: str = ""
+    """What it is called in an all-to-all, where that is something else."""
+
+    def called(self, operation: str) -> str:
+        """Its name in an operation."""
+        return self.exchange or self.label if operation == "all_to_all" else self.label
 
 
 @dataclass(frozen=True)
@@ -146,9 +152,8 @@ def match(ran: Iterable[Ran], called: Iterable[Call], transfers: Group | None) -
         group = call.group if call is not None else Group("other", 0)
         if operation in ("send", "receive") and group.label == "other":
             group = transfers or group
-        found.append(
-            Collective(operation, group.label, group.ranks, call.bytes if call else one.bytes, one.begin, one.end)
-        )
+        label, moved = group.called(operation), call.bytes if call else one.bytes
+        found.append(Collective(operation, label, group.ranks, moved, one.begin, one.end))
     return found
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshwright.observe.curves import RECENT_STEPS, number
 from meshwright.observe.efficiency import GOAL
-from meshwright.observe.event_words import plain, sentence
+from meshwright.observe.event_words import plain, sentence, slowness
 from meshwright.observe.goodput import WORDS
 from meshwright.observe.rank_bar import bar, legend, scale, sparkline
 from meshwright.observe.rank_files import parts_of
@@ -239,7 +239,7 @@ def _mark(rank: Rank, wide: bool) -> Text:
     slow = rank.straggler
     if slow is None:
         return Text("")
-    factor = number(slow.get("relative")) or number(slow.get("own"))
+    factor = slowness(slow)
     words = plain(slow.get("phase")) + (f" x{factor:.1f}" if factor else "")
     if wide and (host := rank.record.start.get("host")):
         words += f" on {plain(host)}"

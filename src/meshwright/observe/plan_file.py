@@ -12,7 +12,7 @@ import torch
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
 from meshwright.observe.rank_memory import peak_memory
-from meshwright.planning.answer import candidate_json
+from meshwright.planning.answer_json import candidate_json
 from meshwright.planning.corrections import observe
 from meshwright.planning.question import Candidate, estimate
 from meshwright.strategy import Strategy

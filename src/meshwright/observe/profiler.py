@@ -17,7 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from meshwright.profile_steps import parse_steps
-from meshwright.torch_private import memory_events, memory_snapshot, record_memory
+from meshwright.torch_private import forget_events, memory_events, memory_snapshot, record_memory
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
 
@@ -107,6 +107,8 @@ class Profiler(Hook):
             text = f"the profile of rank {rank} cannot be written to {folder}: {error}"
             print(f"meshwright: {text}", file=sys.stderr, flush=True)
             return
+        finally:
+            forget_events(found)
         if trainer.world.is_first:
             seconds = time.perf_counter() - started
             which = f"steps {self._begun} to {trainer.step}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.comm.travel import BACKEND
-from meshwright.observe.breakdown import Breakdown, Step, break_down
-from meshwright.observe.collective_rows import rows
+from meshwright.observe.breakdown import Breakdown, Interval, Step, break_down
+from meshwright.observe.collective_rows import Collective, rows
 from meshwright.observe.host_phases import Phases
 from meshwright.observe.issued import Group
 from meshwright.observe.step_profile import StepProfile
@@ -20,6 +21,8 @@ from meshwright.profile_steps import wanted
 from meshwright.torch_private import group_members, is_profiling
 from meshwright.training.loop import TrainingLoop
 
+SMALL = 2**16
+"""Bytes of a sum that takes no time but for waiting."""
 FIRST = 5
 """The first step of a start that is profiled: those before it choose kernels and reserve memory."""
 
@@ -85,11 +88,12 @@ class Profiling:
             seen = profile.stop()
             if seen.problem:
                 _tell(f"collectives are recorded without their groups: {seen.problem}")
-            communication = [(one.begin, one.end) for one in seen.collectives]
-            # NCCL's kernels wait for the other side themselves, while the host goes on.
-            received = [(one.begin, one.end) for one in seen.collectives if one.is_transfer and "pp" in one.group]
-            waited = [*waits, *received] if self._on_gpu else waits
-            step = Step(seen.begin, until, phases, seen.compute, communication, waited, host=not self._on_gpu)
+            others, meetings, between = _apart(seen.collectives, self._on_gpu)
+            if self._on_gpu:
+                waits, between = [*waits, *between], []
+            step = Step(
+                *(seen.begin, until, phases, seen.compute, others, waits, meetings, between), host=not self._on_gpu
+            )
             last = trainer.one_step.parallel.last_step
             passes = last.times()[0] if last is not None else []
             spans = spans_of(phases, until, passes, seen.collectives)
@@ -127,10 +131,32 @@ def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
     if mesh is None:
         return {}, transfers
     labels = labels_of(mesh)
+    # Experts may be split over just the ranks that hold different samples: then torch has one group for both.
+    experts = sorted(mesh.experts["ep"].mesh.flatten().tolist()) if mesh.experts is not None else None
     found = {}
     for name, ranks in group_members().items():
-        found[name] = Group(labels.get(" ".join(map(str, ranks)), "other"), len(ranks))
+        label = labels.get(" ".join(map(str, ranks)), "other" if len(ranks) > 1 else "itself")
+        found[name] = Group(label, len(ranks), exchange="ep" if ranks == experts else "")
     return found, transfers
+
+
+def _apart(collectives: Iterable[Collective], on_gpu: bool) -> tuple[list[Interval], list[Interval], list[Interval]]:
+    """When communication was under way: between whomever, small sums in which stages meet, messages between stages.
+
+    NCCL's kernels wait for the other side themselves, while the host goes on. A host notes what it waits for the next
+    stage, but of messages that may go around a ring as well not all of it is known.
+    """
+    others: list[Interval] = []
+    meetings: list[Interval] = []
+    between: list[Interval] = []
+    for one in collectives:
+        kind = others
+        if one.is_transfer and (one.group == "pp" or (on_gpu and "pp" in one.group)):
+            kind = between
+        elif one.group == "pp" and one.bytes <= SMALL:
+            kind = meetings
+        kind.append((one.begin, one.end))
+    return others, meetings, between
 
 
 def _timeline(step: int, begin: float, spans: list[Span]) -> bytes:

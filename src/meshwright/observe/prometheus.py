@@ -26,11 +26,16 @@ GAUGES = {
     "step": ("meshwright_step", "Optimizer steps done, of the whole run"),
     "step_s": ("meshwright_step_seconds", "Duration of the latest step, without evaluation and other hooks"),
     "loss": ("meshwright_loss", "Training loss of the latest step, mean over its tokens"),
+    "loss_max": ("meshwright_loss_max", "Largest mean loss of a data replica in the latest step"),
     "eval_loss": ("meshwright_eval_loss", "Loss on the held-out sequences when last evaluated"),
     "grad_norm": ("meshwright_gradient_norm", "Norm of the gradient of the latest step, before clipping"),
     "lr": ("meshwright_learning_rate", "Learning rate of the latest step"),
     "loss_scale": ("meshwright_loss_scale", "Factor of the loss under fp16"),
     "tokens_per_s": ("meshwright_tokens_per_second", "Tokens of all ranks in the latest step by its duration"),
+    "tflops_per_device": (
+        "meshwright_model_teraflops_per_second_per_device",
+        "The model's own FLOPs of the latest step by its duration and the number of ranks, in 1e12",
+    ),
     "mfu": ("meshwright_model_flops_utilization_ratio", "Share of the chip's peak that the model's own FLOPs take"),
     "time": ("meshwright_last_step_timestamp_seconds", "When the latest step ended"),
 }

@@ -23,7 +23,7 @@ def summary(view: View) -> Iterator[str]:
     yield "tokens/s     " + (f"{tokens:,.0f}{each}{_over(view, 'tokens_per_s')}" if tokens is not None else "unknown")
     yield _chip(view)
     yield "computing    " + _computing(view)
-    sent, share = view.curves.last("sent_mib"), view.curves.last("sent_share")
+    sent, share = _now(view, "sent_mib"), _now(view, "sent_share")
     if sent is not None and share is not None:
         yield f"gradients    {sent:.3g} MiB sent a step and rank, {share:.1%} of what they are uncompressed"
     yield "time lost    " + (_lost(view.goodput) if view.goodput.wall_s > 0 else "unknown")
@@ -31,6 +31,11 @@ def summary(view: View) -> Iterator[str]:
     times = _beside(found.step_time, lambda value: f"{value:.3g} s")
     sizes = _beside(found.peak_memory, lambda value: f"{value / GIB:.2f} GiB")
     yield f"prediction   a step {times}; peak memory {sizes}"
+
+
+def _now(view: View, name: str) -> float | None:
+    """A metric of the newest step; a run that goes on may have left it behind."""
+    return dict(view.curves.points(name)).get(view.curves.last_step())
 
 
 def _chip(view: View) -> str:

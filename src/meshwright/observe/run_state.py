@@ -34,17 +34,21 @@ class Standing:
     """The newest failure, where no start has followed it."""
 
 
-def standing(folder: Path, events: Sequence[Line], now: float, last_sign: float | None) -> Standing:
-    """How a run stands; `last_sign` is when its files last changed."""
+def standing(folder: Path, events: Sequence[Line], now: float, last_sign: float | None, step: int) -> Standing:
+    """How a run stands; `last_sign` is when its files last changed, `step` the newest one in its metrics."""
     turn = next((event for event in reversed(events) if event["event"] in TURNS), None)
     start = next((event for event in reversed(events) if event["event"] in ("started", "resumed")), None)
-    if turn is None:
+    if turn is None and not step:
         return Standing("waiting", None, "no step yet")
+    alive = _holder_lives(folder / ".lock")
+    silent = last_sign is not None and now - last_sign > SILENT_S
+    if turn is None:
+        if alive is False or (alive is None and silent):
+            return Standing("silent", last_sign, "there is no events.jsonl that says how it ended")
+        return Standing("running", None)
     since, kind = number(turn.get("time")), turn["event"]
     if kind == "finished":
         return Standing("finished", since, "", start)
-    alive = _holder_lives(folder / ".lock")
-    silent = last_sign is not None and now - last_sign > SILENT_S
     if kind == "stopped":
         return Standing("stopped", since, str(turn.get("reason") or ""), start)
     if kind == "gave_up":

@@ -11,6 +11,7 @@ from typing import Any
 from meshwright.observe.comparison import Pair
 from meshwright.observe.curves import SERIES, Curves
 from meshwright.observe.efficiency import GOAL
+from meshwright.observe.event_words import details
 from meshwright.observe.goodput import WORDS, Goodput
 from meshwright.observe.rank_files import numbers_of, parts_of
 from meshwright.observe.view import Rank, View
@@ -106,7 +107,10 @@ def _run(view: View, name: str) -> dict[str, Any]:
         "curves": {series: [steps, [float(f"{value:.6g}") for value in values]]
                    for series, (steps, values) in curves.items() if steps},
         "ranks": [_rank(rank) for rank in view.ranks],
-        "events": view.events[-MOST_EVENTS:],
+        "events": [
+            {name: event.get(name) for name in ("time", "event", "step")} | {"words": details(event)}
+            for event in view.events[-MOST_EVENTS:]
+        ],
         "earlier_events": max(0, len(view.events) - MOST_EVENTS),
         "comparison": _comparison(view),
         "pipeline": asdict(view.pipeline) if view.pipeline is not None else None,

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from meshwright.observe.breakdown import Interval, subtract, union
 from meshwright.observe.collective_rows import Collective
 from meshwright.observe.issued import OPERATIONS, Call, Group, Ran, as_sizes, calls, match
-from meshwright.torch_private import flight_records, is_on_gpu, profiled_events, profiling_all_threads
+from meshwright.torch_private import flight_records, forget_events, is_on_gpu, profiled_events, profiling_all_threads
 
 _MARK = "meshwright profile"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction")
@@ -66,6 +66,7 @@ class StepProfile:
     def drop(self) -> None:
         """End it and look at nothing."""
         self._profile.stop()
+        forget_events(self._profile)
 
     def stop(self) -> Seen:
         """What there was."""
@@ -99,6 +100,7 @@ class StepProfile:
                     waits.append(interval)
                 elif _computes(name):
                     compute.append(interval)
+        forget_events(self._profile)
         called, problem = self._calls(sorted(asked), (self._begin, end), offset)
         computed = union(compute) if self._on_gpu else subtract(union(compute), union(waits))
         return Seen(self._begin, end, computed, match(ran, called, self._transfers), problem)

@@ -14,8 +14,10 @@ from statistics import median
 from typing import Any
 
 from meshwright.observe.own_time import alone_in, own_seconds
+from meshwright.observe.plan_file import PlanFile
 from meshwright.observe.stragglers import Sections, Stragglers, sentence
 from meshwright.parallel.exchange import Exchange
+from meshwright.planning.stage_work import stage_work
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
 
@@ -26,11 +28,13 @@ TakeLines = Callable[[], list[dict[str, Any]]]
 class StragglerWatch(Hook):
     """Finds ranks that are slower than others that do the same."""
 
-    def __init__(self, take_lines: TakeLines) -> None:
-        self._take_lines = take_lines
+    def __init__(self, take_lines: TakeLines, plan: PlanFile) -> None:
+        self._take_lines, self._plan = take_lines, plan
         self._channel: Exchange | None = None
-        self._ranks: list[dict[str, str]] = []
-        """Of every rank its machine and the kind of its work; on the first rank."""
+        self._ranks: list[dict[str, Any]] = []
+        """Of every rank its machine, the kind of its work and its place in the pipeline; on the first rank."""
+        self._work: list[dict[str, float]] = []
+        """What phases should take on each rank of a pipeline; on the first rank."""
         self._judge = Stragglers()
         self._alone: frozenset[str] = frozenset()
 
@@ -45,7 +49,9 @@ class StragglerWatch(Hook):
         kind = f"stage {stage} share {strategy.data_shares[step.data_rank]}"
         # Its own, because saves that go on in the background use the trainer's.
         self._channel = trainer.world.side_channel()
-        self._ranks = self._channel.collect({"host": socket.gethostname(), "kind": kind})
+        self._ranks = self._channel.collect({"host": socket.gethostname(), "kind": kind, "stage": stage})
+        if self._plan.expected is not None:
+            self._work = stage_work(self._plan.expected)
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         if self._channel is None or trainer.step % trainer.config.observe.straggler_every:
@@ -64,7 +70,7 @@ class StragglerWatch(Hook):
 
     def _tell(self, trainer: TrainingLoop, told: list[dict[str, Any]]) -> None:
         window = [
-            Sections(rank, said["own"], said["step_s"], known["kind"], known["host"])
+            Sections(rank, said["own"], said["step_s"], known["kind"], known["host"], self._work_of(known["stage"]))
             for rank, (said, known) in enumerate(zip(told, self._ranks, strict=True))
         ]
         verdict = self._judge.judge(window)
@@ -77,6 +83,9 @@ class StragglerWatch(Hook):
                 "straggler_cleared", step=trainer.step, rank=slow.rank, host=slow.host, phase=slow.phase
             )
             _say(f"rank {slow.rank} on {slow.host} is no longer slow in {slow.phase} (step {trainer.step})")
+
+    def _work_of(self, stage: int) -> dict[str, float]:
+        return self._work[stage] if self._work else {}
 
 
 def _rounded(value: Any) -> Any:

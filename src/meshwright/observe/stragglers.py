@@ -2,7 +2,8 @@
 
 A rank that waits for a slow one spends as long in a step as that one does, so whole steps tell nothing. What counts
 is a rank's own time in a phase, without what it waited for others. It is compared with that of ranks that do the same
-work; where there are none (each stage of a pipeline on one rank), with what the rank itself took at its best.
+work; where there are none (each stage of a pipeline on one rank), with what the rank itself took at its best. Ranks
+that do other work tell something too, where a plan says how long each should take: a stage slow from the start.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer", "checkpoint")
 """The phases that are judged."""
 THRESHOLD = 0.75
 """The score below which a phase is slow: what it should take, by what it took."""
+PLANNED = 0.6
+"""The same where what it should take follows from a plan, which may be wrong about single stages."""
 MATTERS = 0.1
 """The share of a step that slowness must cost; less is noise of phases that take next to nothing."""
 NEEDED, WINDOWS = 2, 3
@@ -34,6 +37,8 @@ class Sections:
     kind: str = ""
     """Ranks of one kind do the same work."""
     host: str = ""
+    work: Mapping[str, float] = field(default_factory=dict)
+    """What phases should take by a plan, in a unit that all ranks share; those that it knows."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,9 @@ class Slow:
     """How many times as long it takes as it did at its best."""
     excess_s: float
     """Seconds a step that it takes longer than it should."""
+    planned: float | None = None
+    """How many times as long it takes as its part of the model should beside the others' parts, where that is what
+    tells."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Stragglers:
         others = [other for other in told if other.rank != one.rank]
         if not others:
             return None
-        own = self._own(one, phase)
+        own, relative, planned = self._own(one, phase), None, None
         alike = [other for other in others if _same_work(one, other, phase)]
         if alike:
             expected = median_low(other.seconds[phase] for other in alike)
@@ -108,17 +116,34 @@ class Stragglers:
         else:
             # Its best, times what has changed for everybody, such as a larger batch.
             expected = self._best[one.rank, phase] * median_low(self._own(other, phase) for other in others)
-            relative = None
         # Who is named stays so until it is clearly better, and does not come and go with the rest of the step.
-        matters = MATTERS / 2 if (one.rank, phase) in self.slow else MATTERS
-        if expected >= self.threshold * spent or spent - expected < matters * one.step_s:
-            return None
-        return Slow(one.rank, one.host, phase, relative, own, spent - expected)
+        matters = (MATTERS / 2 if (one.rank, phase) in self.slow else MATTERS) * one.step_s
+        if not _is_slow(spent, expected, self.threshold, matters):
+            expected = _by_plan(one, others, phase)
+            if not _is_slow(spent, expected, PLANNED, matters):
+                return None
+            planned = spent / expected
+        return Slow(one.rank, one.host, phase, relative, own, spent - expected, planned)
 
     def _own(self, one: Sections, phase: str) -> float:
         """How many times as long it takes as at its best."""
         best = self._best[one.rank, phase]
         return one.seconds[phase] / best if best > 0 else 1.0
+
+
+def _is_slow(spent: float, expected: float, threshold: float, matters: float) -> bool:
+    return expected < threshold * spent and spent - expected >= matters
+
+
+def _by_plan(one: Sections, others: Sequence[Sections], phase: str) -> float:
+    """What a rank should take where others, whose parts of the model differ from its own, take what they do; as long
+    as can be where no plan tells."""
+    if phase not in one.work:
+        return float("inf")
+    elsewhere = [other for other in others if other.kind != one.kind and other.work.get(phase, 0.0) > 0]
+    if not elsewhere:
+        return float("inf")
+    return one.work[phase] * median_low(other.seconds[phase] / other.work[phase] for other in elsewhere)
 
 
 def _same_work(one: Sections, other: Sections, phase: str) -> bool:
@@ -135,5 +160,6 @@ def sentence(slow: Slow) -> str:
     where = f" on {slow.host}" if slow.host else ""
     against = [f"{slow.relative:.1f} times the other ranks"] if slow.relative is not None else []
     against += [f"{slow.own:.1f} times its own best"] if slow.own >= 1.05 else []
+    against += [f"{slow.planned:.1f} times what its stage should take"] if slow.planned is not None else []
     against.append(f"{slow.excess_s:.3g} s a step too long")
     return f"rank {slow.rank}{where} is slow in {slow.phase}: {', '.join(against)}"

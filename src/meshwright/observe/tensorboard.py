@@ -22,6 +22,8 @@ from meshwright.training.loop import TrainingLoop
 
 TAGS = {
     "loss": "train/loss",
+    "loss_max": "train/loss_max",
+    "spike_score": "train/spike_score",
     "grad_norm": "train/grad_norm",
     "lr": "train/learning_rate",
     "loss_scale": "train/loss_scale",
@@ -32,9 +34,18 @@ TAGS = {
     "expert_load_max": "train/expert_load_max",
     "dropped": "train/dropped",
     "tokens_per_s": "perf/tokens_per_second",
+    "tokens_per_s_per_device": "perf/tokens_per_second_per_device",
+    "tflops_per_device": "perf/tflops_per_device",
+    "mfu": "perf/mfu",
     "step_s": "perf/step_time_s",
+    "pipeline_idle": "perf/pipeline_idle",
+    "pipeline_idle_predicted": "perf/pipeline_idle_predicted",
+    "sent_mib": "perf/sent_mib",
+    "sent_share": "perf/sent_share",
     "eval_loss": "eval/loss",
+    "eval_s": "eval/time_s",
 }
+"""By the name of a metric of a step: all that curves are drawn of."""
 
 
 class TensorBoard(Hook):

@@ -25,6 +25,7 @@ from meshwright.observe.account import Account
 from meshwright.observe.comparison import Comparison, compare
 from meshwright.observe.curves import Curves, number
 from meshwright.observe.efficiency import Efficiency, efficiency
+from meshwright.observe.event_words import slowness
 from meshwright.observe.goodput import Goodput
 from meshwright.observe.pipeline_view import PipelineView, pipeline_view
 from meshwright.observe.rank_files import RankFiles, RankRecord, numbers_of
@@ -118,7 +119,7 @@ class RunView:
         self._take()
         now, events, curves = self._clock(), self._read_events, self._curves
         sign = self._last_sign()
-        stands = standing(self.path, events, now, sign)
+        stands = standing(self.path, events, now, sign, curves.last_step())
         config, plan = self._config(), read_json(self.path / "plan.json")
         world = _world(stands, plan, self._files)
         text = str((stands.start or {}).get("strategy") or plan.get("strategy") or config.get("strategy") or "")
@@ -235,14 +236,14 @@ def _by_rank(events: Sequence[Line], begun: float | None) -> tuple[dict[int, lis
 
 def _slowest(slow: Mapping[str, Line]) -> Line | None:
     """What was said of a slow rank: of the phase in which it is slowest, naming all of them."""
-    ordered = sorted(slow.values(), key=lambda event: -(number(event.get("relative")) or 0.0))
+    ordered = sorted(slow.values(), key=lambda event: -(slowness(event) or 0.0))
     return ordered[0] | {"phase": " and ".join(str(event.get("phase")) for event in ordered)} if ordered else None
 
 
 def _states(stands: Standing, records: Sequence[RankRecord], turned: float) -> list[RankState]:
-    """How the ranks are. When one is lost the others are ended: who it was is told a moment later."""
+    """How the ranks are. When one is lost the others are ended: who it was is told soon, by whoever is left."""
     found = [_state(stands, record, turned) for record in records]
-    if stands.failure is None and found.count("lost") > 1:
+    if stands.failure is None and stands.state != "failed" and found.count("lost") > 1:
         return ["unknown" if state == "lost" else state for state in found]
     return found
 

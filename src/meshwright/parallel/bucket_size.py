@@ -8,8 +8,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.bandwidth import Line, fit
+from meshwright.comm.bandwidth import Line
 from meshwright.comm.bucket_size import best_bucket
+from meshwright.comm.fitted_line import fit
 
 SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20)
 """Bytes that are summed."""

@@ -9,6 +9,7 @@ same on all ranks. It has a process group of its own, since the backward pass ma
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,9 +46,22 @@ def register(
     names: dict[Tensor, str] = {parameter: name for name, parameter in replica.module.named_parameters()}
     total = _sum_over(own, travel)
     compressing = None if compression.kind == NONE else compressor(compression, own, total, dtype)
-    reduce: Reduce = compressing or (lambda bucket: sum_in(dtype, bucket.flat, total))
+    pieces = partial(_piece_by_piece, compressing, travel.bucket_bytes) if compressing else None
+    reduce: Reduce = pieces or (lambda bucket: sum_in(dtype, bucket.flat, total))
     replica.register_comm_hook(_InTurn(reduce, names, scale), _reduce_in_turn)
     return compressing
+
+
+def _piece_by_piece(reduce: Reduce, limit: float, bucket: Bucket) -> None:
+    """Reduce what travels together, and no more: in a process's first step DDP has all gradients in one bucket."""
+    start, first, count = 0, 0, 0
+    for index, gradient in enumerate(bucket.gradients):
+        count += gradient.numel()
+        if count * bucket.flat.element_size() >= limit or index + 1 == len(bucket.gradients):
+            after = index + 1
+            flat = bucket.flat[start : start + count]
+            reduce(Bucket(flat, bucket.gradients[first:after], bucket.names[first:after]))
+            start, first, count = start + count, after, 0
 
 
 def _sum_over(group: dist.ProcessGroup, travel: Travel) -> Callable[[Tensor], None]:

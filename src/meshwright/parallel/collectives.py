@@ -61,6 +61,43 @@ class _SumTokens(torch.autograd.Function):
         return all_gather(gradients[0], TOKENS, ctx.group), None
 
 
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return all_gather(x, x.ndim - 1, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _own(gradients[0], ctx.group).contiguous(), None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _own(x, group).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradients[0], gradients[0].ndim - 1, ctx.group), None
+
+
+def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the last dimension."""
+    return x.chunk(dist.get_world_size(group), dim=-1)[dist.get_rank(group)]
+
+
+def gather_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The whole last dimension from ranks that hold equal parts of it, for work that all of them do alike."""
+    return _GatherParts.apply(x, group)
+
+
+def own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the last dimension of what all hold alike, for work that they split."""
+    return _OwnPart.apply(x, group)
+
+
 def copy(x: Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> Tensor:
     """What all ranks hold alike, for work that they split: its gradient is summed, in that dtype or its own."""
     return _Copy.apply(x, group, dtype)

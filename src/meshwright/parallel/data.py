@@ -11,10 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -29,14 +31,17 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.comm.compression import Compression
 from meshwright.comm.compressors import Compressor
 from meshwright.comm.travel import Travel
-from meshwright.models.mixture import mixtures
+from meshwright.models.decoder import Decoder
+from meshwright.models.expert_plan import holders_of
 from meshwright.parallel import buckets
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import BUFFERS_STAY_LOCAL, group_for_ddp
+from meshwright.parallel.unused import AllUsed, LeftOut, Used, broken_promise
 from meshwright.strategy import Strategy
-from meshwright.torch_private import beside, reduce_gradients
-from meshwright.torch_private import replicate as replicate_composable
+from meshwright.torch_private import beside
+from meshwright.torch_private_fsdp import reduce_gradients
+from meshwright.torch_private_fsdp import replicate as replicate_composable
 
 Reduction = Literal["mean", "sum"]
 Split = Callable[[Any, bool], None]
@@ -62,16 +67,30 @@ def apply(
     held_apart = _wrap_experts(model, strategy, mesh, policy)
     over = beside(mesh["replicate"], mesh.state) if strategy.replicate > 1 else mesh.state
     split = _replicating(mesh.loss, policy) if strategy.zero < 2 else _sharding(strategy, over, policy)
+    units = [[module for module in unit if module not in held_apart] for unit in units]
+    units = [unit for unit in units if unit]
     for unit in units:
-        left = [module for module in unit if module not in held_apart]
-        if left:
-            split(left if len(left) > 1 else left[0], False)
+        split(unit if len(unit) > 1 else unit[0], False)
     split(model, True)
     if reduction == "sum":
         for module in fsdp_modules(model):
             module.set_gradient_divide_factor(1.0)
             # A divided sum is an operation of its own that gloo does not have; a plain sum is what is wanted anyway.
             module.set_force_sum_reduction_for_comms(True)
+    if isinstance(model, Decoder):
+        # Calls all of its layers, and uses all that is in them.
+        return
+    assert isinstance(model, FSDPModule)
+    watch = AllUsed if _uses_all(model) else Used
+    watch(model, mesh.loss.get_group(), torch.device(mesh.axes.device_type))
+    # A stage of a pipeline leaves out on purpose, and all ranks alike.
+    if strategy.pp == 1 and strategy.wrap.partition(":")[0] in ("auto", "block"):
+        LeftOut(model, units)
+
+
+def _uses_all(model: nn.Module) -> bool:
+    """Whether every pass uses all parameters, as the class promises."""
+    return getattr(model, "uses_all_parameters", False)
 
 
 def _wrap_experts(model: nn.Module, strategy: Strategy, mesh: Mesh, policy: MixedPrecisionPolicy) -> list[nn.Module]:
@@ -81,7 +100,7 @@ def _wrap_experts(model: nn.Module, strategy: Strategy, mesh: Mesh, policy: Mixe
         return []
     over = beside(places["expert_replicate"], places.state) if strategy.expert_copies[0] > 1 else places.state
     split = _replicating(places.copies, policy) if strategy.zero < 2 else _sharding(strategy, over, policy)
-    found: list[nn.Module] = [mixture.experts for mixture in mixtures(model)]
+    found = list(holders_of(model).values())
     for experts in found:
         split(experts, False)
     return found
@@ -117,11 +136,14 @@ def wrap_ddp(
     if mesh.loss.size() == 1 or not strategy.sums_in_buckets:
         return model, None
     group = group_for_ddp(mesh.loss.get_group())
+    # It finds out by itself, without being told that it might.
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     replica = DistributedDataParallel(
         model,
         process_group=group,
         gradient_as_bucket_view=True,
         bucket_cap_mb=travel.bucket_bytes / 2**20,
+        find_unused_parameters=not _uses_all(model),
         **BUFFERS_STAY_LOCAL,
     )
     compression = Compression.parse(strategy.compress)
@@ -131,7 +153,7 @@ def wrap_ddp(
 def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> AbstractContextManager[None]:
     """The context of a forward and backward pass: the last one of a step (now), or one before it."""
     if isinstance(replica, DistributedDataParallel):
-        return nullcontext() if now else replica.no_sync()
+        return _complete(replica) if now else replica.no_sync()
     if isinstance(model, FSDPModule):
         model.set_is_last_backward(now)
         if zero < 2:
@@ -141,6 +163,16 @@ def synchronise(model: nn.Module, replica: nn.Module, zero: int, now: bool) -> A
         if zero == 2:
             model.set_reshard_after_backward(now)
     return nullcontext()
+
+
+@contextmanager
+def _complete(replica: DistributedDataParallel) -> Iterator[None]:
+    """A pass after which all gradients must be there, where DDP was not told to look for those that are not."""
+    yield
+    if not replica.find_unused_parameters:
+        for name, parameter in replica.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise broken_promise(name)
 
 
 def accumulate(model: nn.Module, zero: int) -> None:

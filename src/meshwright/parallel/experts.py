@@ -12,6 +12,9 @@ and the backward pass takes the same way. Every rank takes part in every exchang
 The gradient of an expert is the sum over the tokens of all ranks of its group when it is computed: only ranks that hold
 the same expert, the `copies`, still have to add theirs up (`data.py`).
 
+Experts that take their tokens with the numbers of the chosen ones (`expert_plan.py`), as those of transformers do, are
+called with one choice for each row, of weight one; weights and sums stay with whom the token belongs.
+
 With tensor parallel the inner width of each expert is split as well, and every tensor-parallel rank exchanges its
 part of the results within a group of its own.
 """
@@ -28,9 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from meshwright.cuts import part
-from meshwright.errors import ConfigError
-from meshwright.models.mixture import mixtures
-from meshwright.models.reads import around_forward, local_part, read_through
+from meshwright.models.expert_plan import count_of, experts_of
+from meshwright.models.mixture import how_often
+from meshwright.models.reads import Forward, around_forward, local_part, read_through
 from meshwright.models.rows import put_rows, take_rows
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.mesh import ExpertMesh
@@ -39,29 +42,24 @@ from meshwright.torch_private import all_to_all, parameters_of
 Experts = Callable[[Tensor, Tensor], Tensor]
 
 
-def check(model: nn.Module, ep: int) -> None:
-    """Raise a ConfigError unless the model has experts that can be dealt out to that many ranks."""
-    counts = {mixture.facts.num_experts for mixture in mixtures(model)}
-    if not counts:
-        raise ConfigError(f"ep={ep} splits experts, and {type(model).__name__} has none; leave ep out")
-    for count in counts:
-        if count % ep:
-            raise ConfigError(f"ep={ep} does not divide the {count} experts of a layer; use a divisor of them")
-
-
 def apply(model: nn.Module, mesh: ExpertMesh, reduction: Reduction) -> None:
     """Split the experts of a model in place, after tensor parallel has cut each of them; on the meta device too."""
-    for mixture in mixtures(model):
-        for name, parameter in parameters_of(mixture.experts).items():
+    for _, module, call in experts_of(model):
+        count, ranks = count_of(module), mesh["ep"].size()
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if not isinstance(parameter, DTensor):
-                read_through(mixture.experts, name, local_part)
+                read_through(module, name, local_part)
             if reduction == "mean":
                 # The average over copies is one of sums over `ep` ranks.
-                read_through(mixture.experts, name, partial(_divide_gradient, mesh["ep"].size()))
-            parameters_of(mixture.experts)[name] = _split(parameter, mesh)
-        around_forward(mixture.experts, partial(_exchange_rows, mesh["ep"].get_group()))
+                read_through(module, name, partial(_divide_gradient, ranks))
+            parameters_of(module)[name] = _split(parameter, mesh)
+        exchange = _exchange_rows if call == "rows" else partial(_exchange_choices, count)
+        # Inside of what tensor parallel does: its ranks' parts of a sum are added up when they are back.
+        around_forward(module, partial(exchange, mesh["ep"].get_group()), innermost=True)
+        if getattr(module, "num_experts", None) == count:
+            module.num_experts = count // ranks  # type: ignore[assignment]
 
 
 def _split(parameter: nn.Parameter, mesh: ExpertMesh) -> nn.Parameter:
@@ -87,8 +85,41 @@ def _exchange_rows(group: dist.ProcessGroup, experts: Experts, x_RC: Tensor, cou
     # They come by sender and then by expert; experts want them by expert.
     expert = torch.arange(received.shape[1], device=x_RC.device).repeat(ranks).repeat_interleave(received.flatten())
     order = expert.argsort(stable=True)
-    results = experts(take_rows(rows, order), received.sum(dim=0))
+    results = _apply_experts(experts, take_rows(rows, order), received.sum(dim=0))
     return _Exchange.apply(put_rows(results, order, len(order)), from_each, to_each, group)
+
+
+def _apply_experts(experts: Experts, x_RC: Tensor, counts_E: Tensor) -> Tensor:
+    """What this rank's experts give; without a row there are gradients too, which are zero."""
+    if len(x_RC):
+        return experts(x_RC, counts_E)
+    one = torch.zeros_like(counts_E)
+    one[0] = 1
+    return experts(torch.cat((x_RC, x_RC.new_zeros(1, *x_RC.shape[1:]))), one)[:0]
+
+
+def _exchange_choices(
+    count: int, group: dist.ProcessGroup, experts: Forward, x_NC: Tensor, index_NK: Tensor, weights_NK: Tensor
+) -> Tensor:
+    """The same for tokens that come with their chosen experts: the weighted sum of what these give.
+
+    A number beyond the last expert stands for none.
+    """
+    if x_NC.ndim != 2 or index_NK.ndim != 2 or index_NK.shape != weights_NK.shape:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x_NC, index_NK, weights_NK))
+        raise ValueError(f"ep wants experts to be called with (N, C), (N, K) and (N, K), not {shapes}")
+    counts_E = how_often(index_NK.clamp(max=count), count)
+    order = index_NK.flatten().argsort(stable=True)[: int(counts_E.sum())]
+    rows = take_rows(x_NC, order, index_NK.shape[1])
+    results = _exchange_rows(group, partial(_by_choice, experts), rows, counts_E)
+    y_NKC = put_rows(results, order, index_NK.numel()).unflatten(0, index_NK.shape)
+    return (y_NKC * weights_NK[..., None]).sum(dim=1).to(x_NC.dtype)
+
+
+def _by_choice(experts: Forward, x_RC: Tensor, counts_E: Tensor) -> Tensor:
+    """Each row's own expert, as experts that take choices apply it."""
+    index_R1 = torch.arange(len(counts_E), device=x_RC.device).repeat_interleave(counts_E)[:, None]
+    return experts(x_RC, index_R1, x_RC.new_ones(index_R1.shape))
 
 
 class _Exchange(torch.autograd.Function):

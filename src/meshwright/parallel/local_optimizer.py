@@ -34,6 +34,7 @@ BY_ELEMENT = (
     torch.optim.AdamW,
     torch.optim.Adam,
     torch.optim.SGD,
+    torch.optim.Adadelta,
     torch.optim.Adagrad,
     torch.optim.Adamax,
     torch.optim.NAdam,
@@ -81,11 +82,14 @@ class LocalOptimizer(torch.optim.Optimizer):
         self._held: dict[nn.Parameter, _Held] = {}
         own = [{**group, "params": [self._take(p) for p in group["params"]]} for group in groups]
         self.inner = make(own)
-        if not isinstance(self.inner, BY_ELEMENT):
+        kind = type(self.inner)
+        # A class made of one of them may do more than it; whether it does, it must say itself.
+        if kind not in BY_ELEMENT and not vars(kind).get("by_element", False):
             known = ", ".join(kind.__name__ for kind in BY_ELEMENT)
             raise ConfigError(
-                f"{type(self.inner).__name__} needs whole parameters and cannot be sharded; "
-                f"use zero=0, tp=1 and ep=1 without offload, or one of {known}"
+                f"{kind.__name__} is not known to change every element by itself, so that it cannot be sharded; "
+                f"use zero=0, tp=1 and ep=1 without offload, or one of {known}; a class of your own that does has "
+                "`by_element = True`"
             )
         super().__init__(own, self.inner.defaults)
         # One and the same as those of the optimizer that does the work, so that schedulers reach it.

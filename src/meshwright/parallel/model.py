@@ -1,15 +1,19 @@
-"""A model under a strategy: called like the model, trained in micro-steps, or as the stages of a pipeline."""
+"""A model under a strategy: called like the model, trained in micro-steps, or as the stages of a pipeline.
+
+`own_loop.py` has what a loop of one's own calls beside it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from meshwright.comm.compression import NONE, ring
 from meshwright.comm.compressors import Compressor
@@ -18,6 +22,7 @@ from meshwright.models.attention import KeyValueCache
 from meshwright.models.decoder import Decoder
 from meshwright.models.parts import whole
 from meshwright.parallel import data
+from meshwright.parallel.batch_norm import Counting
 from meshwright.parallel.bubble import Bubble, bubble_of
 from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
@@ -25,17 +30,18 @@ from meshwright.parallel.host_activations import HostActivations
 from meshwright.parallel.local_optimizer import LocalOptimizer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.norm import clip_grad_norm_, grad_norm
-from meshwright.parallel.pipeline import Batch, Loss, Pipeline
+from meshwright.parallel.own_loss import LossOf, OwnLoss
+from meshwright.parallel.pipeline import Batch, Call, Loss, Pipeline, as_call
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.spans import Spans
-from meshwright.parallel.stages import TiedEmbedding
+from meshwright.parallel.stages import SharedWeight, shared_weights, tokens_of
 from meshwright.pulse import Pulse
 from meshwright.strategy import Strategy
 
 Result = TypeVar("Result")
 
 
-class Parallel:
+class SplitModel:
     """A model under a strategy. Call it like the model; `module` is the model itself, split in place."""
 
     def __init__(
@@ -50,6 +56,7 @@ class Parallel:
         wide: Mapping[str, str] | None = None,
         host_activations: HostActivations | None = None,
         travel: Travel | None = None,
+        counting: Counting | None = None,
     ) -> None:
         self.module = module
         self.pipeline = pipeline
@@ -60,10 +67,10 @@ class Parallel:
         """Of a model whose linears multiply in 8 bits: modules of this rank that do not, and why."""
         self.host_activations = host_activations
         """What keeps activations in host memory, where the strategy says so."""
-        self._reduction = reduction
+        self.reduction = reduction
         self.travel = travel or Travel()
         """How gradients travel, with what was measured for it."""
-        self._tied_copy: TiedEmbedding | None = None
+        self._shared_weights: list[SharedWeight] | None = None
         self.last_step: Spans | None = None
         self._context = context
         self._replica: nn.Module | None = None
@@ -71,6 +78,8 @@ class Parallel:
         """What makes gradients smaller for their way, where the strategy says so; known once it was called."""
         self.pulse = Pulse()
         """Where this rank says which pass it is in."""
+        self.counting = counting or Counting()
+        """Whether the samples of the pass in hand count."""
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         """The forward pass of this rank's samples, whole on every rank; what comes out is that of its own tokens."""
@@ -79,7 +88,17 @@ class Parallel:
                 "a pipeline's ranks cannot be called one by one; "
                 "use parallel.forward_backward(batches, loss) to train, parallel.forward(batches, finish) to evaluate"
             )
-        return self.replica(*inputs, **options)
+        call = self._given(Call(inputs, options))
+        return self.replica(*call.inputs, **call.options)
+
+    def _given(self, call: Call) -> Call:
+        """A call with numbers in the dtype that the model computes in."""
+        if not self.precision.mixed:
+            return call
+        return Call(*tree_map_only(Tensor, self._narrowed, (call.inputs, call.options)))
+
+    def _narrowed(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.precision.param) if tensor.is_floating_point() else tensor
 
     @property
     def replica(self) -> nn.Module:
@@ -88,7 +107,7 @@ class Parallel:
             self._replica = self.module
             if self.mesh is not None:
                 self._replica, self.compressor = data.wrap_ddp(
-                    self.module, self.strategy, self.mesh, self.precision, self._reduction, self.travel
+                    self.module, self.strategy, self.mesh, self.precision, self.reduction, self.travel
                 )
         return self._replica
 
@@ -97,18 +116,11 @@ class Parallel:
         self._replica = self.module
 
     @property
-    def _tied(self) -> TiedEmbedding | None:
-        """The weight that the ranks of the first and the last stage share; found late, since splitting replaces it."""
-        module, pipeline = self.module, self.pipeline
-        if pipeline is None or not (isinstance(module, Decoder) and module.spec.tie_word_embeddings):
-            return None
-        if pipeline.has_first == pipeline.has_last:
-            return None
-        if self._tied_copy is None:
-            other = pipeline.placement[-1 if pipeline.has_first else 0]
-            (weight,) = module.model.embed_tokens.parameters()
-            self._tied_copy = TiedEmbedding(weight, other, pipeline.has_first, pipeline.group)
-        return self._tied_copy
+    def _shared(self) -> list[SharedWeight]:
+        """The weights that this rank shares with one of another stage; found late, since splitting replaces them."""
+        if self._shared_weights is None:
+            self._shared_weights = shared_weights(self.module, self.pipeline)
+        return self._shared_weights
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters as they are stored: DTensors where they are split."""
@@ -118,12 +130,12 @@ class Parallel:
         """The parameters as they are stored, with the names that they have on one device."""
         return self.module.named_parameters()
 
-    def train(self, mode: bool = True) -> Parallel:
+    def train(self, mode: bool = True) -> Self:
         """Put the model into training mode, or out of it."""
         self.module.train(mode)
         return self
 
-    def eval(self) -> Parallel:
+    def eval(self) -> Self:
         """Put the model into evaluation mode."""
         return self.train(False)
 
@@ -149,29 +161,52 @@ class Parallel:
         """Whether the model's output is on this rank: it holds the last stage."""
         return self.pipeline is None or self.pipeline.has_last
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss) -> None:
+    def forward_backward(self, batches: Sequence[Batch | Call], loss: Loss) -> None:
         """The forward and backward passes of a step's micro-batches; gradients are reduced over ranks.
 
         A batch is the model's keyword arguments; `loss(output, index)` gives what gradients are taken of, and is
         called where `has_loss`.
         """
+        calls = [as_call(batch) for batch in batches]
         if self.pipeline is None:
-            for index, batch in enumerate(batches):
+            for index, call in enumerate(calls):
                 if index:
                     self.pulse.enter("forward")
-                with self.micro_step(last=index == len(batches) - 1):
-                    loss(self(**batch), index).backward()
+                with self.micro_step(last=index == len(calls) - 1):
+                    loss(self(*call.inputs, **call.options), index).backward()
             return
         if self.strategy.cp > 1 and self.strategy.recompute != "none":
-            lengths = {batch["tokens_BT"].shape[1] for batch in batches}
+            lengths = {tokens_of(call).shape[1] for call in calls}
             if len(lengths) > 1:
                 raise ValueError(
                     f"micro-batches of {sorted(lengths)} tokens: with cp and recompute all of a step must be as long"
                 )
-        with self._tied.shared() if self._tied is not None else nullcontext():
+        with ExitStack() as sums:
+            for weight in self._shared:
+                sums.enter_context(weight.summed())
             data.accumulate(self.module, self.strategy.zero)
-            self.last_step = self.pipeline.forward_backward(batches, loss, self.pulse)
+            self.last_step = self.pipeline.forward_backward([self._given(call) for call in calls], loss, self.pulse)
             data.reduce(self.module)
+
+    def passes(self, loss_of: LossOf, micro_batches: Sequence[Any]) -> list[Tensor]:
+        """The forward and backward passes of a step's micro-batches under a loss that calls the model itself, once:
+        `loss_of(model, micro_batch)`. Gives the losses, without their graphs, where `has_loss`; elsewhere nothing.
+
+        On the ranks of a pipeline it is left where it calls the model, and called again where the output is.
+        """
+        if self.pipeline is not None:
+            loss = OwnLoss(self, loss_of, micro_batches)
+            self.forward_backward(loss.calls, loss)
+            return loss.found
+        found = []
+        for index, micro_batch in enumerate(micro_batches):
+            if index:
+                self.pulse.enter("forward")
+            with self.micro_step(last=index == len(micro_batches) - 1):
+                one = loss_of(self, micro_batch)
+                one.backward()
+            found.append(one.detach())
+        return found
 
     @property
     def sums_beside(self) -> bool:
@@ -196,11 +231,12 @@ class Parallel:
         return bubble_of(program, *self.last_step.times(), self.stages, next(self.parameters()).device)
 
     @torch.no_grad()
-    def forward(self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result]) -> list[Result]:
+    def forward(self, batches: Sequence[Batch | Call], finish: Callable[[Any, int], Result]) -> list[Result]:
         """What `finish(output, index)` gives for the output of each batch, where `has_loss`; elsewhere nothing."""
+        calls = [self._given(as_call(batch)) for batch in batches]
         if self.pipeline is not None:
-            return self.pipeline.forward(batches, finish, self.pulse)
-        return [finish(self.module(**batch), index) for index, batch in enumerate(batches)]
+            return self.pipeline.forward(calls, finish, self.pulse)
+        return [finish(self.module(*call.inputs, **call.options), index) for index, call in enumerate(calls)]
 
     @torch.no_grad()
     def predict(self, tokens_BT: Tensor, cache: KeyValueCache) -> Tensor:
@@ -234,7 +270,7 @@ class Parallel:
         return grad_norm(self.parameters(), scale=scale, pipeline=self.stages, counted_elsewhere=again)
 
     def _counted_elsewhere(self) -> list[Tensor]:
-        return [self._tied.weight] if self._tied is not None and not self._tied.counts else []
+        return [shared.weight for shared in self._shared if not shared.counts]
 
     def own_tokens(self, x_BT: Tensor) -> Tensor:
         """What is this rank's of something known of whole sequences, such as targets; tokens are the last dimension."""

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import ConfigError
+
 Where = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
@@ -32,11 +34,18 @@ def clip_grad_norm_(
     was multiplied by `scale` are divided by it first. Ranks of a `pipeline` hold different parameters each, except for
     those that are `counted_elsewhere`.
     """
+    check_clip(max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = grad_norm(parameters, scale=scale, pipeline=pipeline, counted_elsewhere=counted_elsewhere)
     if max_norm or scale != 1.0:
         multiply_gradients_(parameters, clip_factor(norm, max_norm) / scale)
     return norm
+
+
+def check_clip(max_norm: float) -> None:
+    """Raise for a norm that nothing can be clipped to: a negative one would turn gradients around."""
+    if not max_norm >= 0:
+        raise ConfigError(f"gradients cannot be clipped to a norm of {max_norm}; use a number above 0, or 0 for none")
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

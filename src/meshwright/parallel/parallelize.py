@@ -19,26 +19,37 @@ from torch import Tensor, nn
 
 from meshwright.comm.travel import Travel
 from meshwright.context_layout import ContextLayout
-from meshwright.cuts import SMALL_UNIT
 from meshwright.errors import ConfigError
+from meshwright.models import expert_plan
 from meshwright.models.decoder import Decoder
 from meshwright.models.mixture import mixtures
 from meshwright.models.reads import around_forward
-from meshwright.parallel import compile, context, data, experts, precision, recompute, tensor
+from meshwright.parallel import (
+    batch_norm,
+    compile,
+    context,
+    data,
+    experts,
+    pipeline_units,
+    precision,
+    recompute,
+    router_losses,
+    tensor,
+)
+from meshwright.parallel.batch_norm import Counting
 from meshwright.parallel.bucket_size import measured_bucket_mb
 from meshwright.parallel.context import Context
 from meshwright.parallel.data import Reduction
 from meshwright.parallel.host_activations import HostActivations
 from meshwright.parallel.mesh import Mesh, make_mesh
-from meshwright.parallel.model import Parallel
-from meshwright.parallel.pipeline import Batch, Pipeline
+from meshwright.parallel.module_stages import ModuleStages
+from meshwright.parallel.own_loop import Parallel
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import Precision
-from meshwright.parallel.stages import keep_stages
+from meshwright.parallel.stages import DecoderStages
 from meshwright.parallel.torch_releases import group_of
-from meshwright.parallel.units import blocks_of, units_of
+from meshwright.parallel.units import blocks_of, holders_of_shared, own_size, units_of
 from meshwright.parallel.world import local_ranks, visible_gpus
-from meshwright.schedules import stages_per_rank
-from meshwright.stages import stage_layers
 from meshwright.strategy import Strategy
 
 
@@ -59,6 +70,15 @@ def parallelize(
     loss that is already divided by the global count of tokens. Without a mesh, one is made over all ranks of the
     process group, which is started from a launcher's variables (torchrun, ...) if there is none yet.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}, and an nn.Module is wanted: parallelize(Net(), ...)")
+    if not isinstance(strategy, str | Strategy):
+        raise ConfigError(f'the strategy is {strategy!r}, and words are wanted, such as "dp=2 zero=3" or "auto"')
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(
+            f"mesh is a {type(mesh).__name__}, and a mesh of a strategy's axes is wanted: "
+            'meshwright.make_mesh(strategy, "cuda" or "cpu"), or none'
+        )
     world = _world_size()
     if isinstance(strategy, str):
         strategy = Strategy.parse(strategy, world)
@@ -72,15 +92,13 @@ def parallelize(
         mesh = make_mesh(strategy, _device_type(model))
     if mesh is not None:
         _take_first_ranks_weights(model)
-    if travel.bucket_mb == "auto":
-        travel = replace(travel, bucket_mb=_measured_bucket_mb(model, mesh, policy))
     return _apply(model, strategy, mesh, policy, reduction, compiled, travel)
 
 
 def _measured_bucket_mb(model: nn.Module, mesh: Mesh | None, policy: Precision) -> float | None:
     if mesh is None or mesh.loss.size() == 1:
         return None
-    size = sum(parameter.numel() for parameter in model.parameters()) * policy.reduce.itemsize
+    size = own_size(model) * policy.reduce.itemsize
     return measured_bucket_mb(mesh.loss.get_group(), size, torch.device(mesh.axes.device_type))
 
 
@@ -94,14 +112,16 @@ def _apply(
     travel: Travel,
 ) -> Parallel:
     precision.check(model, policy)
-    pipeline = None
+    pipeline, stages, blocks = None, None, blocks_of(model)
     if strategy.pp > 1:
-        assert isinstance(model, Decoder)
         assert mesh is not None
-        pipeline = _cut(model, strategy, mesh, policy)
+        pipeline, stages = _cut(model, strategy, mesh, policy)
+        blocks = [block for run in stages for block in run]
     # Found before anything is split: splitting changes what parameters are shared, not which modules there are.
-    least = int(travel.bucket_bytes / policy.reduce.itemsize) if travel.bucket_mb is not None else SMALL_UNIT
-    units = units_of(model, strategy.wrap, pipeline.own_layers if pipeline is not None else None, least)
+    shared = holders_of_shared(model)
+    units = units_of(model, strategy.wrap, stages)
+    if pipeline is not None:
+        pipeline.cut.check_wrapped([module for unit in units for module in unit], strategy.wrap)
     tokens: Context | None = None
     if policy.float8 is not None:
         precision.multiply_in_float8(model, policy.float8)
@@ -109,9 +129,10 @@ def _apply(
         for mixture in mixtures(model):
             mixture.data_group = mesh.loss.get_group() if mesh.loss.size() > 1 else None
             mixture.auxiliary_factor = (mesh.loss.size() if reduction == "mean" else 1) / strategy.tp
+        router_losses.apply(model, strategy, mesh, reduction)
         if strategy.tp > 1:
             axis = tensor.apply(model, mesh["tp"], strategy.sp, policy.reduce)
-            if pipeline is not None:
+            if isinstance(model, Decoder) and pipeline is not None:
                 around_forward(model, partial(_begin, axis, model))
             if isinstance(model, Decoder) and model.spec.dropout:
                 around_forward(model, partial(_with_samples, model))
@@ -119,8 +140,18 @@ def _apply(
             tokens = context.apply(model, ContextLayout.of(strategy.cp, strategy.cp_method), mesh)
         if mesh.experts is not None:
             experts.apply(model, mesh.experts, reduction)
+    if travel.bucket_mb == "auto":
+        travel = replace(travel, bucket_mb=_measured_bucket_mb(model, mesh, policy))
+    if travel.bucket_mb is not None:
+        # What travels together is what a rank has of it.
+        units = units_of(model, strategy.wrap, stages, int(travel.bucket_bytes / policy.reduce.itemsize), shared)
     wide = precision.not_in_float8(model, policy.float8) if policy.float8 is not None else {}
-    again, blocks = _own_share(strategy.recompute, pipeline), blocks_of(model)
+    counting = Counting()
+    over_ranks = mesh.loss.get_group() if mesh is not None and mesh.loss.size() > 1 else None
+    synchronised = batch_norm.has_synchronised(model)
+    if over_ranks is not None or strategy.recompute != "none" or policy.mixed or synchronised:
+        batch_norm.apply(model, over_ranks, counting)
+    again = _own_share(strategy.recompute, pipeline)
     if compiled:
         compile.apply(blocks, again)
         again = "none" if compile.decides(again) else again
@@ -132,30 +163,22 @@ def _apply(
     precision.apply(model, policy)
     if mesh is not None:
         data.apply(model, units, strategy, mesh, policy, reduction)
-    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide, host, travel)
+    return Parallel(model, strategy, mesh, policy, reduction, pipeline, tokens, wide, host, travel, counting)
 
 
-def _cut(model: Decoder, strategy: Strategy, mesh: Mesh, policy: Precision) -> Pipeline:
-    """Leave the model the layers of this rank's stages."""
-    layers = stage_layers(model.spec, strategy.pp * stages_per_rank(strategy.schedule), strategy.layers)
+def _cut(model: nn.Module, strategy: Strategy, mesh: Mesh, policy: Precision) -> tuple[Pipeline, list[list[nn.Module]]]:
+    """Leave the model the layers of this rank's stages, which are listed."""
     # A group of its own: ranks send unlike numbers of messages, by which checks of collectives would be confused.
     group = group_of(dist.get_process_group_ranks(mesh["pp"].get_group()))
-
-    layout, rank = ContextLayout.of(strategy.cp, strategy.cp_method), mesh["cp"].get_local_rank()
-
-    def border(batch: Batch) -> Tensor:
-        samples, tokens = batch["tokens_BT"].shape
-        if batch.get("cache") is None:
-            tokens = layout.part_lengths(tokens)[rank]
-        if strategy.sp and tokens % strategy.tp == 0:
-            tokens //= strategy.tp
-        return torch.empty(
-            samples, tokens, model.spec.hidden_size, dtype=policy.param, device=batch["tokens_BT"].device
-        )
-
-    pipeline = Pipeline(model, strategy.schedule, layers, group, border, model.model.layers["0"])
-    keep_stages(model, layers, pipeline.stages)
-    return pipeline
+    cut: DecoderStages | ModuleStages
+    if isinstance(model, Decoder):
+        cut = DecoderStages(model, strategy, mesh, policy.param)
+    else:
+        cut = ModuleStages(model, strategy, policy)
+    pipeline = Pipeline(model, strategy.schedule, cut, group)
+    stages = cut.blocks(blocks_of(model), pipeline.stages)
+    cut.keep(pipeline.stages)
+    return pipeline, stages
 
 
 def _begin(
@@ -181,17 +204,21 @@ def check_model(model: nn.Module, strategy: Strategy, world: int) -> None:
     if isinstance(model, Decoder):
         strategy.check(model.spec, world)
     elif strategy.pp > 1:
-        raise ConfigError(
-            f"pp={strategy.pp} cuts Meshwright's own decoder into stages and does not know how to cut "
-            f"{type(model).__name__}; use pp=1 with zero=3 or tp"
-        )
+        pipeline_units.check(model, strategy)
     units_of(model, strategy.wrap)
+    batch_norm.check(model, strategy.tp, strategy.dp * strategy.cp)
+    scalar = next((name for name, parameter in model.named_parameters() if not parameter.ndim), None)
+    if scalar is not None and strategy.zero and strategy.dp * strategy.cp > 1:
+        raise ConfigError(
+            f"zero={strategy.zero} cuts parameters along their first dimension, and {scalar} has none; "
+            "give it the shape (1,), or use zero=0"
+        )
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
     if strategy.cp > 1:
         context.check(model)
     if strategy.ep > 1:
-        experts.check(model, strategy.ep)
+        expert_plan.check(model, strategy.ep)
 
 
 def _with_samples(

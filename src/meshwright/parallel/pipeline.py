@@ -1,7 +1,7 @@
 """The runtime of a pipeline: this rank's part of a program of forward passes, backward passes and transfers.
 
-A rank has one module, the model with the layers of other ranks removed, and calls it with the layers of one of its
-stages. Micro-batches are known to all ranks; only what goes from one layer to the next travels, and its gradient.
+A rank has one module, the model with the layers of other ranks removed; `Stages` knows how one stage of it is run.
+Micro-batches are known to all ranks; only what goes from one layer to the next travels, and its gradient.
 Transfers begin as early as the program allows and are waited for when their content is needed.
 """
 
@@ -11,30 +11,83 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.comm.transfers import Message, receive, send
 from meshwright.parallel.spans import Spans
 from meshwright.pulse import Pulse
 from meshwright.schedules import Action, Program, Transfer, forward_program, make_program, splits_backward
-from meshwright.torch_private import backward_to_input, backward_to_weights, fold_gradients
+from meshwright.torch_private import backward_to_input, backward_to_weights
+from meshwright.torch_private_fsdp import fold_gradients
 
 Batch = Mapping[str, Any]
 """The arguments of the model for a micro-batch."""
-Loss = Callable[[Tensor, int], Tensor]
+Loss = Callable[[Any, int], Tensor]
 """From the model's output and the number of the micro-batch to what gradients are taken of."""
-Border = Callable[[Batch], Tensor]
-"""An empty tensor like those that a micro-batch sends from one stage to the next."""
 Result = TypeVar("Result")
 
 
 Key = tuple[str, int, int]
 """What travels: forward or backward, from which stage, of which micro-batch."""
+
+
+class Call(NamedTuple):
+    """What the model is called with for a micro-batch."""
+
+    inputs: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the micro-batch lies."""
+        tensors = (value for value in tree_leaves((self.inputs, dict(self.options))) if isinstance(value, Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def as_call(batch: Batch | Call) -> Call:
+    """A micro-batch as the call that it stands for."""
+    return batch if isinstance(batch, Call) else Call((), batch)
+
+
+class Shared(NamedTuple):
+    """A parameter that several stages use."""
+
+    name: str
+    stages: tuple[int, ...]
+
+
+class Stages(Protocol):
+    """A model that was cut into stages, on one rank."""
+
+    layers: list[range]
+    """Of each stage."""
+    shared: list[Shared]
+    everywhere: set[str]
+    """Modules that run on every stage, with an output that counts on one alone."""
+
+    @property
+    def first_layer(self) -> nn.Module | None:
+        """The first of all, where it is on this rank."""
+
+    def run(self, stage: int, call: Call, hidden: Tensor | None) -> Any:
+        """What the stage makes of what the one before it gave; the last one gives the model's output."""
+
+    def border(self, stage: int, call: Call) -> Tensor:
+        """An empty tensor like the one that goes from this stage to the next."""
+
+    def check_wrapped(self, modules: Sequence[nn.Module], wrap: str) -> None:
+        """Refuse to gather together what is on several stages."""
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a tensor that could have a gradient."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class _Embedded:
@@ -47,17 +100,19 @@ class _Embedded:
     @contextmanager
     def of(self, layer: nn.Module | None) -> Iterator[None]:
         """The context of a forward pass, in which the layer's input is cut off from what made it."""
-        handle = layer.register_forward_pre_hook(self._cut) if layer is not None else None
+        handle = layer.register_forward_pre_hook(self._cut, with_kwargs=True) if layer is not None else None
         try:
             yield
         finally:
             if handle is not None:
                 handle.remove()
 
-    def _cut(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        self.made = inputs[0]
-        self.given = inputs[0].detach().requires_grad_()
-        return (self.given, *inputs[1:])
+    def _cut(self, _: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        leaves, form = tree_flatten((inputs, options))
+        numbers = [leaf for leaf in leaves if is_number(leaf)]
+        self.made = next((leaf for leaf in numbers if leaf.requires_grad), numbers[0])
+        self.given = self.made.detach().requires_grad_()
+        return tree_unflatten([self.given if leaf is self.made else leaf for leaf in leaves], form)
 
     def backward(self) -> None:
         """Go on where it stopped."""
@@ -98,22 +153,18 @@ class Pipeline:
         self,
         module: nn.Module,
         schedule: str,
-        layers: Sequence[range],
+        cut: Stages,
         group: dist.ProcessGroup,
-        border: Border,
-        first_layer: nn.Module | None = None,
     ) -> None:
         self.module = module
-        self.layers = list(layers)
+        self.cut = cut
         self.group = group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.members = dist.get_process_group_ranks(group)
         """Their numbers among all ranks."""
         self.in_hand = (0, 0)
         """The micro-batch and the stage of the forward pass that runs or ran last."""
-        self._border = border
-        self._first_layer = first_layer if splits_backward(schedule) else None
-        """Where the first stage's backward pass is split, for want of an input that has a gradient."""
+        self._splits_backward = splits_backward(schedule)
         self.program: Callable[[int], Program] = cache(lambda count: make_program(schedule, self.ranks, count))
         self._steps = cache(lambda count: self.program(count).with_transfers(self.rank))
         self._forward_steps = cache(
@@ -127,17 +178,18 @@ class Pipeline:
     @property
     def own_layers(self) -> list[range]:
         """The layers of each of this rank's stages."""
-        return [self.layers[stage] for stage in self.stages]
+        return [self.cut.layers[stage] for stage in self.stages]
 
-    def forward_backward(self, batches: Sequence[Batch], loss: Loss, pulse: Pulse | None = None) -> Spans:
+    def forward_backward(self, batches: Sequence[Batch | Call], loss: Loss, pulse: Pulse | None = None) -> Spans:
         """Forward and backward passes of micro-batches; gradients add up in the parameters. Gives when they ran."""
-        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)), pulse or Pulse())
-        for step in self._steps(len(batches)):
+        calls = [as_call(batch) for batch in batches]
+        passing = _Passing(Spans(calls[0].device, len(calls)), pulse or Pulse())
+        for step in self._steps(len(calls)):
             if isinstance(step, Transfer):
-                self._transfer(step, passing, batches)
+                self._transfer(step, passing, calls)
             elif step.kind == "F":
                 passing.pulse.enter("forward")
-                self._forward(step, passing, batches, loss)
+                self._forward(step, passing, calls, loss)
             else:
                 passing.pulse.enter("backward")
                 self._backward(step, passing)
@@ -147,18 +199,19 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self, batches: Sequence[Batch], finish: Callable[[Tensor, int], Result], pulse: Pulse | None = None
+        self, batches: Sequence[Batch | Call], finish: Callable[[Any, int], Result], pulse: Pulse | None = None
     ) -> list[Result]:
         """Forward passes only: what `finish` makes of the output of each micro-batch, on the rank of the last stage."""
         results: list[Result] = []
-        passing = _Passing(Spans(batches[0]["tokens_BT"].device, len(batches)), pulse or Pulse())
-        for step in self._forward_steps(len(batches)):
+        calls = [as_call(batch) for batch in batches]
+        passing = _Passing(Spans(calls[0].device, len(calls)), pulse or Pulse())
+        for step in self._forward_steps(len(calls)):
             if isinstance(step, Transfer):
-                self._transfer(step, passing, batches)
+                self._transfer(step, passing, calls)
                 continue
             _, stage, micro = step
             hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
-            output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])
+            output = self.cut.run(stage, calls[micro], hidden)
             if stage + 1 == len(self.placement):
                 results.append(finish(output, micro))
             else:
@@ -166,15 +219,17 @@ class Pipeline:
         self._wait_for_sent(passing)
         return results
 
-    def _forward(self, action: Action, passing: _Passing, batches: Sequence[Batch], loss: Loss) -> None:
+    def _forward(self, action: Action, passing: _Passing, calls: Sequence[Call], loss: Loss) -> None:
         _, stage, micro = action
         hidden = self._arrived(("forward", stage - 1, micro), passing) if stage else None
         if hidden is not None:
             hidden.requires_grad_()
         self.in_hand = micro, stage
         embedded = _Embedded()
-        with passing.spans.record(action), embedded.of(self._first_layer if stage == 0 else None):
-            output = self.module(**batches[micro], hidden_BTC=hidden, layers=self.layers[stage])
+        # Where the first stage's backward pass is split, for want of an input that has a gradient.
+        split_at = self.cut.first_layer if self._splits_backward and stage == 0 else None
+        with passing.spans.record(action), embedded.of(split_at):
+            output = self.cut.run(stage, calls[micro], hidden)
             if stage + 1 == len(self.placement):
                 output = loss(output, micro)
         passing.graphs[stage, micro] = _Graph(hidden, output, embedded)
@@ -242,12 +297,14 @@ class Pipeline:
             with passing.pulse.waiting_for(self.members[target]):
                 message.wait()
 
-    def _transfer(self, transfer: Transfer, passing: _Passing, batches: Sequence[Batch]) -> None:
+    def _transfer(self, transfer: Transfer, passing: _Passing, calls: Sequence[Call]) -> None:
         key = (transfer.kind, transfer.stage, transfer.micro)
         if transfer.source == self.rank:
             passing.sent = [sent for sent in passing.sent if not sent[0].is_completed()]
             message = send(passing.leaving.pop(key), self.group, transfer.target)
             passing.sent.append((message, transfer.target))
         else:
-            value = self._border(batches[transfer.micro])
+            # A gradient is like what it is the gradient of: what the stage before gave.
+            before = transfer.stage if transfer.kind == "forward" else transfer.stage - 1
+            value = self.cut.border(before, calls[transfer.micro])
             passing.arriving[key] = receive(value, self.group, transfer.source), value

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ConfigError
 from meshwright.models.grouped_product import grouped_product  # noqa: F401
-from meshwright.models.mixture import Mixture, mixtures
+from meshwright.models.mixture import mixtures
 from meshwright.models.reads import around_forward
+from meshwright.parallel.batch_norm import batch_norms
 from meshwright.parallel.host_activations import HostActivations, View, unpack
 from meshwright.parallel.ring_attention import RING_ATTENTION
 
@@ -61,11 +62,12 @@ def apply(blocks: Sequence[nn.Module], recompute: str, draws: bool = True, host:
     if kind == "budget":
         raise ConfigError(f"recompute={recompute} is for compiled layers: set train.compile=on, or use selective")
     for block in blocks[: int(count)] if kind == "first" else blocks:
-        around_forward(block, partial(_again, list(mixtures(block)), kind == "selective", draws, host))
+        held = [*mixtures(block), *(norm for _, norm in batch_norms(block))]
+        around_forward(block, partial(_again, held, kind == "selective", draws, host))
 
 
 def _again(
-    held: list[Mixture],
+    held: list[nn.Module],
     selective: bool,
     draws: bool,
     host: HostActivations | None,
@@ -80,7 +82,7 @@ def _again(
 
 
 def _contexts(
-    held: list[Mixture], selective: bool, host: HostActivations | None
+    held: list[nn.Module], selective: bool, host: HostActivations | None
 ) -> tuple[AbstractContextManager[Any], Context]:
     """The contexts of the first and of the repeated forward pass."""
     if not selective:
@@ -146,18 +148,19 @@ class _Take(_Mode):
 
 
 class _Repeating(AbstractContextManager[None]):
-    """Tokens were counted in the first pass. May be entered again: split backward passes compute twice."""
+    """Tokens were counted in the first pass, running statistics moved. May be entered again: split backward passes
+    compute twice."""
 
-    def __init__(self, held: list[Mixture], inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, held: list[nn.Module], inner: AbstractContextManager[Any]) -> None:
         self._held = held
         self._inner = inner
 
     def __enter__(self) -> None:
-        for mixture in self._held:
-            mixture.repeating = True
+        for module in self._held:
+            module.__dict__["repeating"] = True
         self._inner.__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         self._inner.__exit__(*exception)
-        for mixture in self._held:
-            mixture.repeating = False
+        for module in self._held:
+            module.__dict__["repeating"] = False

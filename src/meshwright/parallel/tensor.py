@@ -14,6 +14,15 @@ The model brings the table (`tensor_plan`: module -> how it is split); this file
     lookup      as tokens, for an embedding of positions
     dropout     as tokens, for a mask that follows from the tokens' keys
 
+Where no regions are known, linear layers are split one by one, with as many more messages; tokens are then not split:
+
+    outputs        a linear layer whose outputs are split
+    outputs-whole  the same; they are gathered behind it
+    inputs         a linear layer whose inputs are split; its output is summed
+    inputs-own     the same; each rank takes its part of an input that is whole
+    experts-summed stacked feed-forwards that are called with tokens and their choices, each of them split; their output
+                   is summed
+
 With sequence parallel a region begins with an all-gather of tokens and ends with a reduce-scatter; without, it begins
 with nothing and ends with an all-reduce. The backward pass does the reverse. Rows and columns are cut as evenly as
 they go; nothing is padded.
@@ -21,7 +30,7 @@ they go; nothing is padded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -31,15 +40,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.cuts import part
 from meshwright.errors import ConfigError
+from meshwright.models import expert_cuts
+from meshwright.models.expert_cuts import Cut, cut_of
+from meshwright.models.expert_plan import call_of
 from meshwright.models.head import Targets, Vocabulary
+from meshwright.models.hf_tensor_plan import hugging_face_plan
 from meshwright.models.reads import Forward, Transform, around_forward, local_part, read_through, seen
 from meshwright.models.tensor_plan import Rule, cut_dimension, rule_of
-from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_tokens
-from meshwright.torch_private import parameters_of
+from meshwright.parallel.collectives import add_up, add_up_tokens, copy, gather_parts, gather_tokens, own_part
+from meshwright.torch_private import parameters_of, shard_within
 
 
 @dataclass
@@ -93,7 +106,7 @@ class Axis:
 
 def check(model: nn.Module, tp: int) -> None:
     """Raise a ConfigError unless the model's table covers all of its parameters and can be followed by that many."""
-    plan = getattr(model, "tensor_plan", None)
+    plan = _plan(model, tp)
     kind = type(model).__name__
     if plan is None:
         raise ConfigError(
@@ -118,6 +131,10 @@ def check(model: nn.Module, tp: int) -> None:
             raise ConfigError(f"{name} has scale_grad_by_freq, which tp does not know; switch it off, or use tp=1")
         if rule is not None and rule.word not in _RULES:
             raise ConfigError(f"{kind}.tensor_plan has no rule '{rule.word}' for {name}; rules are {', '.join(_RULES)}")
+        if rule is not None and rule.word == "experts-summed":
+            expert_cuts.check(name, module, tp)
+            if call_of(name, module) != "choices":
+                raise ConfigError(f"{name} takes rows, which 'experts-summed' is not for; use 'experts' in a 'region'")
         held = [parameter for parameter, value in parameters_of(module).items() if value is not None]
         if held and (rule is None or rule.word == "region"):
             raise ConfigError(
@@ -128,14 +145,21 @@ def check(model: nn.Module, tp: int) -> None:
 
 def apply(model: nn.Module, mesh: DeviceMesh, sequence: bool, reduce: torch.dtype) -> Axis:
     """Split a model in place over one axis, which is given; on the meta device too."""
+    plan = _plan(model, mesh.size()) or {}
+    sequence = sequence and "region" in plan.values()
     axis = Axis(mesh, mesh.get_group(), mesh.get_local_rank(), mesh.size(), sequence, reduce)
     splitter = _Splitter(axis)
-    plan = getattr(model, "tensor_plan", {})
     for name, module in model.named_modules():
         rule = rule_of(plan, name)
         if rule is not None:
             _RULES[rule.word](module, splitter, rule)
     return axis
+
+
+def _plan(model: nn.Module, tp: int) -> Mapping[str, str] | None:
+    """The model's own table, or the one that follows from what a Hugging Face model says of itself."""
+    own: Mapping[str, str] | None = getattr(model, "tensor_plan", None)
+    return own if own is not None else hugging_face_plan(model, tp)
 
 
 class _Splitter:
@@ -145,26 +169,32 @@ class _Splitter:
         self.axis = axis
         self._done: dict[nn.Parameter, nn.Parameter] = {}
 
-    def hold(self, module: nn.Module, rule: Rule, *reads: Transform, only: str | None = None) -> None:
-        """Store the module's parameters as the rule says; its code sees this rank's parts, through `reads`."""
+    def hold(
+        self, module: nn.Module, rule: Rule, *reads: Transform, only: str | None = None, cut: Cut | None = None
+    ) -> None:
+        """Store the module's parameters as the rule says, or cut as given; its code sees this rank's parts, through
+        `reads`."""
         for name, parameter in list(parameters_of(module).items()):
             if parameter is None or only not in (None, name):
                 continue
             if parameter not in self._done:
                 dimension = cut_dimension(rule, name, self.axis.size)
-                placement: Placement = Replicate() if dimension is None else Shard(dimension)
-                self._done[parameter] = self._split(parameter, placement)
+                self._done[parameter] = self._split(parameter, cut or (None if dimension is None else Cut(dimension)))
             parameters_of(module)[name] = self._done[parameter]
             read_through(module, name, local_part, *reads)
 
-    def _split(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    def _split(self, parameter: nn.Parameter, cut: Cut | None) -> nn.Parameter:
         part = parameter.detach()
-        if isinstance(placement, Shard):
-            before = (slice(None),) * placement.dim
-            part = part[(*before, self.axis.own_part(part.shape[placement.dim]))].clone().contiguous()
+        if cut is not None:
+            part = torch.cat([self._own(pack, cut.dim) for pack in part.chunk(cut.packs, cut.dim)], cut.dim)
+        placements = [Replicate() if cut is None else shard_within(cut.dim, cut.packs)]
         shape, stride = parameter.shape, parameter.stride()
-        split = DTensor.from_local(part, self.axis.mesh, [placement], run_check=False, shape=shape, stride=stride)
+        split = DTensor.from_local(part, self.axis.mesh, placements, run_check=False, shape=shape, stride=stride)
         return nn.Parameter(split, requires_grad=parameter.requires_grad)
+
+    def _own(self, tensor: Tensor, dim: int) -> Tensor:
+        own = self.axis.own_part(tensor.shape[dim])
+        return tensor.narrow(dim, own.start, own.stop - own.start)
 
 
 def _region(module: nn.Module, splitter: _Splitter, _: Rule) -> None:
@@ -181,10 +211,14 @@ def _cut(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
 
 
 def _row(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
-    axis = splitter.axis
     splitter.hold(module, rule, only="weight")
-    # The ranks' outputs are added up, and with them their shares of the bias.
-    splitter.hold(module, rule, axis.sum_gradient, lambda bias: bias / axis.size, only="bias")
+    _hold_share(module, splitter, rule, "bias")
+
+
+def _hold_share(module: nn.Module, splitter: _Splitter, rule: Rule, bias: str) -> None:
+    """Where the ranks' outputs are added up, their shares of the bias are too."""
+    axis = splitter.axis
+    splitter.hold(module, rule, axis.sum_gradient, lambda whole: whole / axis.size, only=bias)
 
 
 def _heads(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
@@ -194,6 +228,43 @@ def _heads(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
         return
     mine = axis.rank * heads // axis.size
     splitter.hold(module, rule, axis.sum_gradient, lambda rows: rows.chunk(heads)[mine])
+
+
+def _outputs(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    splitter.hold(module, rule)
+    around_forward(module, lambda inner, x: inner(copy(x, splitter.axis.group)))
+
+
+def _outputs_whole(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    group = splitter.axis.group
+    splitter.hold(module, rule)
+    around_forward(module, lambda inner, x: gather_parts(inner(copy(x, group)), group))
+
+
+def _inputs(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    _row(module, splitter, rule)
+    around_forward(module, lambda inner, x: add_up(inner(x), splitter.axis.group))
+
+
+def _inputs_own(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    group = splitter.axis.group
+    _row(module, splitter, rule)
+    around_forward(module, lambda inner, x: add_up(inner(own_part(x, group)), group))
+
+
+def _experts_summed(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
+    group = splitter.axis.group
+    for name in list(parameters_of(module)):
+        if (cut := cut_of(module, name)) is not None:
+            splitter.hold(module, rule, only=name, cut=cut)
+        else:
+            _hold_share(module, splitter, rule, name)
+
+    def forward(inner: Forward, x_NC: Tensor, index_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        # Of the weights, too, every rank sees a part of the gradient.
+        return add_up(inner(copy(x_NC, group), index_NK, copy(weights_NK, group)), group)
+
+    around_forward(module, forward)
 
 
 def _shared(module: nn.Module, splitter: _Splitter, rule: Rule) -> None:
@@ -262,8 +333,13 @@ _RULES: dict[str, Callable[[Any, _Splitter, Rule], None]] = {
     "column": _cut,
     "row": _row,
     "heads": _heads,
+    "outputs": _outputs,
+    "outputs-whole": _outputs_whole,
+    "inputs": _inputs,
+    "inputs-own": _inputs_own,
     "shared": _shared,
     "experts": _cut,
+    "experts-summed": _experts_summed,
     "vocabulary": _vocabulary,
     "head": _head,
     "tokens": _tokens,

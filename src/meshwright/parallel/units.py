@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.cuts import SMALL_UNIT, group_small
 from meshwright.errors import ConfigError
+from meshwright.models.parts import local_of
 from meshwright.torch_private import parameters_of
 
 
@@ -24,35 +25,42 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def units_of(
-    model: nn.Module, wrap: str, stages: Sequence[range] | None = None, least: int = SMALL_UNIT
+    model: nn.Module,
+    wrap: str,
+    stages: Sequence[list[nn.Module]] | None = None,
+    least: int = SMALL_UNIT,
+    shared: set[nn.Module] | None = None,
 ) -> list[list[nn.Module]]:
     """The modules that are wrapped together, inner ones first; the rest goes with the root. With wrap=auto layers are
     together until they have `least` parameters.
 
-    A parameter that several modules share belongs to none of them alone, and goes with the root. Layers of different
-    pipeline stages run at different times and are not wrapped together.
+    A parameter that several modules share belongs to none of them alone, and goes with the root: of a model that is
+    split already, `shared` are the modules that held such before. Layers of different pipeline stages, which `stages`
+    lists, run at different times and are not wrapped together.
     """
     kind, _, argument = wrap.partition(":")
-    shared = _holders_of_shared(model)
+    shared = holders_of_shared(model) if shared is None else shared
     if kind == "name":
         return [[module] for module in _named(model, argument.split("+"), shared, may_miss=stages is not None)]
     if kind == "size":
         return [[module] for module in _sized(model, int(argument), shared)]
-    blocks = [block for block in blocks_of(model) if block not in shared]
+    runs = [[block for block in run if block not in shared] for run in stages or [blocks_of(model)]]
     if kind == "block":
-        return [[block] for block in blocks]
-    total = sum(parameter.numel() for parameter in model.parameters())
+        return [[block] for run in runs for block in run]
+    total = own_size(model)
     units = []
-    start = 0
-    for count in [len(layers) for layers in stages or [range(len(blocks))]]:
-        run = blocks[start : start + count]
-        start += count
-        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in run]
+    for run in runs:
+        sizes = [own_size(block) for block in run]
         units += [[run[index] for index in group] for group in group_small(sizes, total, least)]
     return units
 
 
-def _holders_of_shared(model: nn.Module) -> set[nn.Module]:
+def own_size(module: nn.Module) -> int:
+    """Numbers that this rank holds of a module's parameters."""
+    return sum(local_of(parameter).numel() for parameter in module.parameters())
+
+
+def holders_of_shared(model: nn.Module) -> set[nn.Module]:
     """Modules that hold, themselves or below, a parameter which another module holds as well."""
     holders: dict[nn.Parameter, list[nn.Module]] = {}
     for module in model.modules():

@@ -122,6 +122,14 @@ def launched_ranks() -> tuple[int, int, int] | None:
         ranks = rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank))
     except ValueError:
         raise ConfigError("RANK, WORLD_SIZE and LOCAL_RANK are set, but not to whole numbers; unset them") from None
+    if not 0 <= ranks[0] < ranks[1] or ranks[2] < 0:
+        raise ConfigError(
+            f"RANK={ranks[0]}, WORLD_SIZE={ranks[1]} and LOCAL_RANK={ranks[2]} name no rank; ranks are 0 to "
+            "WORLD_SIZE - 1: unset them, or start with torchrun"
+        )
+    port = os.environ.get("MASTER_PORT", "1")
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"MASTER_PORT={port} is no port; unset it, or start with torchrun")
     if ranks[1] > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
             "RANK and WORLD_SIZE are set without MASTER_ADDR and MASTER_PORT; unset them, or start with torchrun"

@@ -1,11 +1,10 @@
-"""The answer of the planner: the best strategy, its runners-up, why, and what else would do. No torch."""
+"""The answer of the planner: the best strategy, its runners-up, and what else would do. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.comm.compression import NONE
@@ -15,16 +14,13 @@ from meshwright.models.hf_config import read_json, read_spec, spec_from_config
 from meshwright.models.presets import preset, presets
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.changes import cheapest_change
-from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.constraints import Constraint, parse_constraints
 from meshwright.planning.corrections import learned_of, subject_of
 from meshwright.planning.families import family_of
 from meshwright.planning.given import estimate_given
-from meshwright.planning.group_words import placed_json, ways_json
-from meshwright.planning.measured import Measured, operations_of
-from meshwright.planning.measured_links import MeasuredLinks
+from meshwright.planning.made import Plan
 from meshwright.planning.narrow import narrower
-from meshwright.planning.placement_words import placement_json
-from meshwright.planning.question import Candidate, Found, Question, estimate, in_full
+from meshwright.planning.question import Candidate, Found, Only, Question, estimate, in_full
 from meshwright.planning.runners import Runner, fewest_gpus, on_fewer, runners_of
 from meshwright.planning.scenario import Layout
 from meshwright.planning.search import OBJECTIVES, check_objective, search
@@ -32,188 +28,12 @@ from meshwright.planning.space import allowed
 from meshwright.planning.state_memory import GIB
 from meshwright.strategy import AUTO, Strategy
 
-if TYPE_CHECKING:
-    from meshwright.planning.tryout import Tried
-
 PRECISIONS = ("bf16", "fp16", "tf32", "float32", "fp8")
 """What the trainer computes in; where two are as fast, the first one is preferred."""
 TOKENS_PER_STEP = 4 << 20
 """Of a step where no global batch is given."""
 SHOWN = 4
 """Candidates of the best family that are told of."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that `meshwright plan` says."""
-
-    question: Question
-    model: str
-    best: Candidate | None
-    candidates: tuple[Candidate, ...]
-    runners: tuple[Runner, ...]
-    fewer: tuple[Candidate, ...]
-    """Good strategies on fewer chips."""
-    found: Found | None
-    tokens: float | None = None
-    """Of the whole training."""
-    tried: tuple[Tried, ...] = ()
-    """Candidates that were run here, in the order of their predicted times; the best is then the measured one."""
-    narrower: Candidate | None = None
-    """What would fit with narrower weights or moments, where nothing does without host memory."""
-
-    @property
-    def shown(self) -> Candidate:
-        """The best; where nothing fits, what comes nearest."""
-        found = self.best or (self.found.nearest if self.found is not None else None)
-        assert found is not None
-        return found
-
-    def days(self, candidate: Candidate) -> float | None:
-        """Days of training, where the number of tokens is known."""
-        if self.tokens is None:
-            return None
-        per_second = candidate.tokens_per_s_per_gpu * candidate.scenario.cluster.gpus
-        return self.tokens / per_second / 86_400
-
-    def cost(self, candidate: Candidate) -> float | None:
-        """Money for it, where the price of a chip's hour is known."""
-        days, price = self.days(candidate), candidate.scenario.cluster.price
-        return None if days is None or price is None else days * 24 * price * candidate.scenario.cluster.gpus
-
-    def as_json(self) -> dict[str, Any]:
-        """The stable form: docs/plan.md says what is in it."""
-        question, cluster = self.question, self.question.cluster
-        from meshwright.planning.explain import explain
-
-        return {
-            "schema": 1,
-            "model": self.model,
-            "cluster": {
-                "chip": cluster.chip.key,
-                "gpus": cluster.gpus,
-                "gpus_per_node": cluster.node,
-                "memory_gib": round(cluster.memory / GIB, 2),
-                "groups": [
-                    {
-                        "chip": group.chip.key,
-                        "gpus": group.gpus,
-                        "gpus_per_node": group.node,
-                        "memory_gib": round(group.memory / GIB, 2),
-                    }
-                    for group in cluster.groups
-                ],
-            },
-            "sequence_length": question.sequence_length,
-            "global_batch": question.global_batch,
-            "precision": question.precision,
-            **asdict(question.kept),
-            "constraints": [str(one) for one in question.constraints],
-            "origin": origin(question),
-            "best": candidate_json(self, self.best) if self.best is not None else None,
-            "candidates": [candidate_json(self, one) for one in self.candidates],
-            "runners_up": [
-                {
-                    "family": one.family,
-                    "candidate": candidate_json(self, one.candidate) if one.candidate is not None else None,
-                    "change_to_fit": str(one.change) if one.change is not None else None,
-                    "reason": one.reason,
-                }
-                for one in self.runners
-            ],
-            "tried": [one.as_json() for one in self.tried],
-            "fewer_gpus": [candidate_json(self, one) for one in self.fewer],
-            "ways": ways_json(self.found),
-            "why": explain(self),
-            "searched": None
-            if self.found is None
-            else {"estimated": self.found.estimated, "bounded": self.found.bounded},
-        }
-
-
-def origin(question: Question) -> str:
-    """Whether the numbers are measured, calibrated or estimated."""
-    cluster = question.cluster
-    operations = operations_of(question.scenario(Layout(), 1), question.known)
-    lines = str(operations.links) if isinstance(operations.links, MeasuredLinks) else ""
-    if isinstance(operations, Measured):
-        if cluster.chip.key == "cpu":
-            return f"times {cluster.measured}; memory estimated"
-        links = "links too" if cluster.speeds is not None and cluster.speeds.collectives else "links estimated"
-        return f"times of computing {cluster.measured}; {lines or links}, memory estimated"
-    ignored = f"; {cluster.measured}" if cluster.measured and cluster.speeds is None else ""
-    return _estimated(question) + (f"; {lines}" if lines else "") + ignored
-
-
-def _estimated(question: Question) -> str:
-    unknown = [group.chip.name for group in question.cluster.kinds if not question.known.measured(group.chip.key)]
-    if not unknown:
-        these = "these chips" if question.cluster.groups else "this chip"
-        return f"estimated, with constants fitted to published runs on {these}"
-    which = "this chip" if not question.cluster.groups else ", ".join(dict.fromkeys(unknown))
-    return f"estimated from the vendor's figures; nothing was measured on {which}"
-
-
-def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
-    """One candidate."""
-    memory, parts = candidate.memory, candidate.parts
-    finite = candidate.step_s < float("inf")
-    fullest = memory.stages[memory.fullest]
-    days, cost = (plan.days(candidate), plan.cost(candidate)) if finite else (None, None)
-    return {
-        "strategy": str(candidate.strategy),
-        "micro_batch": candidate.micro_batch,
-        "gpus": candidate.scenario.cluster.gpus,
-        "placement": placed_json(candidate),
-        "links": placement_json(candidate) if finite else None,
-        "verdict": memory.verdict,
-        "memory": {
-            "peak_gib": round(memory.peak / GIB, 3),
-            "allocated_gib": round(fullest.allocated / GIB, 3),
-            "margin_gib": round((memory.capacity - memory.peak) / GIB, 3),
-            "fullest_stage": memory.fullest,
-            "terms": terms_gib(fullest),
-            "by_stage": [
-                {
-                    "peak_gib": round(terms.total / GIB, 3),
-                    "capacity_gib": round(memory.room(rank) / GIB, 3),
-                    "margin_gib": round((memory.room(rank) - terms.total) / GIB, 3),
-                    "verdict": memory.verdict_of(rank),
-                    "terms": terms_gib(terms),
-                }
-                for rank, terms in enumerate(memory.stages)
-            ],
-            "host_gib": round(memory.host / GIB, 3),
-            "peaks": peaks_gib(candidate),
-        },
-        "step_time_s": round(candidate.step_s, 6) if finite else None,
-        "step_time": {name: round(value, 6) for name, value in vars(parts).items()} if finite else None,
-        "tokens_per_s_per_gpu": round(candidate.tokens_per_s_per_gpu, 3) if finite else None,
-        "mfu": round(candidate.mfu, 5) if finite else None,
-        "days": None if days is None else round(days, 3),
-        "cost": None if cost is None else round(cost, 2),
-        "origin": candidate.origin,
-    }
-
-
-def terms_gib(terms: Any) -> dict[str, float]:
-    """The terms of one rank."""
-    return {name: round(value / GIB, 4) for name, value in vars(terms).items()}
-
-
-def peaks_gib(candidate: Candidate) -> dict[str, float]:
-    """The peaks of the fullest rank at four times, with what the driver and the communicators hold."""
-    terms = candidate.memory.stages[candidate.memory.fullest]
-    always = terms.context + terms.communicators
-    states = terms.parameters + terms.gradients + terms.optimizer
-    return {
-        "initialisation": round((terms.parameters + terms.context) / GIB, 3),
-        "forward_backward": round(terms.total / GIB, 3),
-        # A fused update works in place; what was fragmented stays reserved.
-        "optimizer_step": round((states + terms.fragmentation + always) / GIB, 3),
-        # Shards are copied to host memory one by one.
-        "checkpoint": round((states + always) / GIB, 3),
-    }
 
 
 def read_model(model: str | ModelSpec) -> tuple[str, ModelSpec]:
@@ -254,6 +74,7 @@ def plan(
     batches: Iterable[int] = (),
     all_chips: bool = False,
     compile: bool = True,
+    only: Only | None = None,
 ) -> Plan:
     """Which strategy trains a model best on a cluster, whether it fits, how fast, and why.
 
@@ -261,6 +82,7 @@ def plan(
     fewer chips. `stored` and `moments` are how weights and AdamW's moments are kept (precision.stored,
     precision.moments). `batches` are other global batches that the ranks must be able to share too. With `all_chips`,
     machines of a slow kind are not left out. `compile` says whether layers are compiled on GPUs (train.compile).
+    `only` limits the search further.
     """
     name, spec = read_model(model)
     machines = parse_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -277,16 +99,18 @@ def plan(
     if strategy is None and micro_batch is not None:
         texts.append(f"micro_batch={micro_batch}")
     check_objective(objective)
+    only = only if strategy is None else None
     first = Question(
         spec,
         machines,
         length,
         batch,
         kept=Kept.of(stored, moments),
-        constraints=parse_constraints(texts),
+        constraints=_constraints(texts, only),
         batches=tuple(batches),
         all_chips=all_chips,
         compile=compile,
+        only=only,
         learned=learned_of(machines),
     )
     asked = [replace(first, precision=one) for one in precisions_of(precision, machines)]
@@ -295,7 +119,37 @@ def plan(
             raise UserError(f"--objective={objective} is for a search, and --strategy is one; drop one of them")
         given = [_of_one(one, name, strategy, micro_batch, tokens) for one in asked]
         return min(given, key=lambda one: one.best.step_s if one.best is not None else float("inf"))
-    return _searched(asked, name, objective, tokens, compare)
+    asked = _taken(asked)
+    try:
+        return _searched(asked, name, objective, tokens, compare)
+    except UserError as error:
+        raise UserError(f"{error} ({only})" if only is not None and only.words else str(error)) from None
+
+
+def _constraints(texts: list[str], only: Only | None) -> tuple[Constraint, ...]:
+    """Those that were typed, and those that follow from what else limits the search."""
+    typed = parse_constraints(texts)
+    if only is None:
+        return typed
+    try:
+        return parse_constraints([*texts, *only.words])
+    except UserError as error:
+        raise UserError(f"{error} ({only})") from None
+
+
+def _taken(asked: list[Question]) -> list[Question]:
+    """Of one question in several precisions, those with which something can be taken; raises where that is none."""
+    found, refusals = [], []
+    for question in asked:
+        try:
+            if question.only is not None:
+                question.only.check(question)
+            found.append(question)
+        except UserError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    return found
 
 
 def _searched(asked: list[Question], name: str, objective: str, tokens: float | None, compare: bool) -> Plan:

@@ -85,7 +85,7 @@ def axis_traffic(scenario: Scenario, constants: Constants) -> list[AxisTraffic]:
 def _each(scenario: Scenario, constants: Constants) -> Iterator[AxisTraffic]:
     ways = (
         ("tp", RING), ("ep", EXCHANGE), ("cp", RING), ("cp", EXCHANGE), ("state", RING), ("loss", RING),
-        ("expert_state", RING), ("copies", RING), ("replicate", RING), ("pp", CHAIN),
+        ("loss", EXCHANGE), ("expert_state", RING), ("copies", RING), ("replicate", RING), ("pp", CHAIN),
     )  # fmt: skip
     for axis, kind in ways:
         timer = Timer(scenario, constants, _Counting(scenario, constants, _Counted(axis, kind)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import ConfigError, UserError, nearest
+from meshwright.known_names import in_our_words
 from meshwright.strategy import CHOICES, check_choice
 
 NUMBERS = ("dp", "replicate", "shard", "tp", "pp", "cp", "ep", "zero", "micro_batch")
@@ -44,7 +45,7 @@ class Constraint:
 def parse_constraints(texts: Iterable[str]) -> tuple[Constraint, ...]:
     """Constraints of several texts, each with one or more words."""
     found: list[Constraint] = []
-    for word in " ".join(texts).replace(",", " ").split():
+    for word in in_our_words(" ".join(texts).replace(",", " "))[0].split():
         match = re.fullmatch(r"([a-z_]+)(<=|>=|!=|=|<|>)(.+)", word)
         if match is None:
             raise UserError(
@@ -60,6 +61,11 @@ def parse_constraints(texts: Iterable[str]) -> tuple[Constraint, ...]:
                 raise UserError(f"constraint '{word}': {key} is a word; use {key}=... or {key}!=...")
             _check_word(word, key, value)
             found.append(Constraint(key, sign, value))
+        elif key == "compress":
+            raise UserError(
+                f"constraint '{word}': compression changes what is computed, so no plan chooses it by itself; it goes "
+                f"with data parallel alone, so name the strategy: 'dp=N compress={value}'"
+            )
         else:
             known = NUMBERS + WORDS
             raise UserError(f"constraint '{word}': unknown key '{key}'{nearest(key, known)}; known: {', '.join(known)}")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.models.count import count_parameters
-from meshwright.planning.answer import Plan
+from meshwright.models.shapes import shapes_of
 from meshwright.planning.group_words import stage_chips, ways
+from meshwright.planning.made import Plan
 from meshwright.planning.memory import FITS, Terms
 from meshwright.planning.narrow import in_words
 from meshwright.planning.question import Candidate, Question
@@ -106,6 +107,7 @@ def explain(plan: Plan) -> list[str]:
         f"{term} ({size / GIB:.1f} GiB); up to {FITS:.0%} counts as safe"
     )
     lines.append(time_goes_into(best))
+    lines += _vain_compression(best)
     lines += ways(plan.found)
     for runner in plan.runners:
         if runner.candidate is None:
@@ -126,6 +128,13 @@ def time_goes_into(candidate: Candidate) -> str:
     )
     rest = ", ".join(f"{PARTS[name]} {share[name]:.1%}" for name in spent) or "nothing else of note"
     return f"of the step {share['compute']:.1%} is compute; beside it {rest}"
+
+
+def _vain_compression(candidate: Candidate) -> list[str]:
+    scenario = candidate.scenario
+    shapes, element = list(shapes_of(scenario.spec).values()), int(scenario.held_bytes[1])
+    vain = scenario.layout.compression.in_vain(shapes, scenario.layout.dp, element)
+    return [] if vain is None else [f"warning: {vain}"]
 
 
 def _fewer(best: Candidate, other: Candidate) -> str:

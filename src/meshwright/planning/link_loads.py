@@ -37,15 +37,16 @@ class LinkLoad:
 
     def seconds(self, fabric: Fabric, nodes: Sequence[int]) -> float:
         """Of the busiest link; `nodes` says which node of the fabric stands in each place."""
-        longest = max(self.inside / fabric.link, self.card / fabric.nic)
-        if not fabric.paths:
-            return longest
+        return max(self.inside / fabric.link, self.card / fabric.nic, *self.path_seconds(fabric, nodes), 0.0)
+
+    def path_seconds(self, fabric: Fabric, nodes: Sequence[int]) -> list[float]:
+        """Of each path between nodes that carries something, in each direction."""
         loads: dict[tuple[int, bool], float] = defaultdict(float)
         routes = fabric.routes
-        for (source, target), size in self.between.items():
+        for (source, target), size in self.between.items() if fabric.paths else ():
             for way in routes.get((nodes[source], nodes[target]), ()):
                 loads[way] += size
-        return max(longest, *(size / fabric.paths[number][2] for (number, _), size in loads.items()), 0.0)
+        return [size / fabric.paths[number][2] for (number, _), size in loads.items()]
 
 
 def link_loads(

@@ -79,8 +79,8 @@ class MeasuredLinks(Links):
             return None
         line, shape = min(fitting, key=lambda one: self._distance(one[0], one[1], group))
         latency = line.latency_s * _steps(group) / _steps(shape)
-        seconds = size * bus_factor(operation, shape.size) / line.bandwidth
-        return latency + seconds * _carried(operation, group) / _carried(operation, shape)
+        carried = _carried(operation, group) / _carried(operation, shape)
+        return latency - line.latency_s + line.line.seconds(size * bus_factor(operation, shape.size) * carried)
 
     def _distance(self, line: LinkLine, shape: Group, group: Group) -> tuple[float, ...]:
         """How far a line is from a group: by how many share a domain, by ranks, by who else is at work; then by age."""
@@ -91,6 +91,9 @@ class MeasuredLinks(Links):
 
 def _shape(cluster: Cluster, line: LinkLine) -> Group:
     """The group that a line was measured in, by the domains of fast links that machines have or are in."""
+    if line.inside >= line.ranks:
+        # Within one machine, however many ranks the planned ones have: it says nothing about what is between machines.
+        return Group(line.ranks, line.ranks)
     wider = max(1, cluster.domain // cluster.node)
     return Group(line.ranks, max(1, min(line.ranks, line.inside * wider, max(cluster.domain, 1))))
 

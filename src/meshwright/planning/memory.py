@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshwright.planning import blocks
+from meshwright.planning.compressed_memory import sendings
 from meshwright.planning.head_memory import AtLoss, at_loss
 from meshwright.planning.held_layers import RankLayers
 from meshwright.planning.host_activations import Layers, moved
@@ -299,6 +300,11 @@ def _fullest(scenario: Scenario, info: _LayerInfo, rank: RankLayers, floor: bool
     if working > loss or layout.zero == 3 or staying is not None:
         states = state_terms(scenario, elements, LAYER, floor)
         full = _larger(full, _Full(states, activations, (working, 0.0), buffers, on_host))
+    for sending in () if floor else sendings(scenario):
+        there = attention * sending.waiting, feed_forward * sending.waiting, inputs * sending.waiting
+        states = state_terms(scenario, elements, LAYER, floor)
+        at_work = working if sending.waiting else 0.0
+        full = _larger(full, _Full(states, there, (at_work, 0.0), buffers + sending.working, on_host))
     if not accumulates(scenario):
         # Of the first layer only its own is left, and what the embedding's gradient takes is not there yet; then that
         # comes, in the dtype of computing first.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from meshwright.errors import UserError
 from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.planning.question import Candidate, Question, in_full
 from meshwright.planning.search import search
@@ -19,7 +20,10 @@ def narrower(question: Question, best: Candidate | None) -> Candidate | None:
         return None
     for kept in CHOICES:
         asked = replace(question, kept=kept)
-        found = search(asked).best
+        try:
+            found = search(asked).best
+        except UserError:
+            return None  # Whoever asked cannot use what is kept so.
         if found is not None and found.strategy.offload == "none":
             shown = in_full(asked, found)
             if shown.fits and (best is None or shown.step_s < best.step_s):

@@ -25,6 +25,10 @@ def no_degrees(question: Question) -> str:
     reasons = [f"{one}: {why}" for one in question.constraints for why in _reasons(question, one)]
     if reasons:
         return f"no strategy for {gpus} GPUs meets the constraints; {'; '.join(reasons)}"
+    if question.only is not None:
+        typed = ", ".join(str(one) for one in question.constraints if str(one) not in question.only.words)
+        meets = f"meets {typed}, fits" if typed else "fits"
+        return f"no strategy for {gpus} GPUs {meets} and can be written" + ("; drop one of them" if typed else "")
     told = f"no strategy for {gpus} GPUs and a global batch of {batch} meets {given}"
     larger = replace(question, global_batch=batch * gpus, batches=())
     if not any(Space(question).degrees()) and any(Space(larger).degrees()):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from meshwright.planning.answer import Plan, origin
 from meshwright.planning.explain import PARTS, TERMS, explain
+from meshwright.planning.made import Plan
+from meshwright.planning.origin import origin
 from meshwright.planning.placement_words import placement_text
 from meshwright.planning.question import Candidate
 from meshwright.planning.show import peaks, schedule_spans

@@ -1,17 +1,14 @@
 """Placement: which axis of a strategy lies inside nodes and which across, and which node stands where. No torch.
 
 Every order of axes is tried. Where nodes differ in their links, so is every order of nodes, as far as that can be done
-in a moment: beyond, an order of axes starts from nodes put beside those they are joined to best, and swaps nodes on the
-busiest link for others as long as that helps. The same question has the same answer always.
+in a moment; beyond, `node_order` looks for a good one. The same question has the same answer always.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations
-from math import factorial
 
 from meshwright.axis_order import AXES, Order, orders
 from meshwright.cluster.cluster import Cluster
@@ -19,16 +16,13 @@ from meshwright.cluster.fabric import Fabric, fabric_of
 from meshwright.planning.axis_traffic import AxisTraffic, axis_traffic
 from meshwright.planning.link_loads import LinkLoad, link_loads
 from meshwright.planning.measured import operations_of
+from meshwright.planning.node_order import EDGES, Effort, best_nodes
 from meshwright.planning.question import Candidate
 from meshwright.planning.software import constants
 from meshwright.strategy import Strategy
 
 WORTH = 0.05
 """What another order must save of the waiting to be taken: the usual one needs no explaining."""
-EXACT = 5040
-"""Orders of nodes that are all tried: those of up to seven nodes."""
-SWAPS = 300
-"""Swaps that are looked at where there are more."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +57,7 @@ class Placement:
     @cached_property
     def seconds(self) -> float:
         """What a step waits for communication: busiest links, one axis after the other, those that hide beside."""
-        return self._waited([load.seconds(self.fabric, self.nodes) for load in self.loads])
+        return self.waited([load.seconds(self.fabric, self.nodes) for load in self.loads])
 
     @property
     def key(self) -> tuple[Order, tuple[int, ...]]:
@@ -74,9 +68,10 @@ class Placement:
     def least(self) -> float:
         """The same if paths between nodes carried anything: no order of nodes can be below."""
         free = replace(self.fabric, paths=())
-        return self._waited([load.seconds(free, self.nodes) for load in self.loads])
+        return self.waited([load.seconds(free, self.nodes) for load in self.loads])
 
-    def _waited(self, times: Sequence[float]) -> float:
+    def waited(self, times: Sequence[float]) -> float:
+        """The same for axes that take so long each."""
         hides = [load.traffic.hides for load in self.loads]
         hidden = sum(seconds for seconds, one in zip(times, hides, strict=True) if one)
         return sum(times) - hidden + self.hiding.seen(hidden)
@@ -101,12 +96,12 @@ def place(
     tiers = [usual]
     # Machines with other numbers of ranks stay where they are: loads are those of nodes that are alike.
     if fabric.paths and len(set(fabric.counts)) == 1:
-        looks = iter(range(SWAPS))
-        tiers.append(_with_nodes(usual, looks))
+        effort = EDGES / len(found)
+        tiers.append(_with_nodes(usual, effort))
         lowest = min(lowest, tiers[1], key=lambda one: one.seconds)
         for one in sorted(found[1:], key=lambda one: one.least):
             if one.least < lowest.seconds:
-                lowest = min(lowest, _with_nodes(one, looks), key=lambda one: one.seconds)
+                lowest = min(lowest, _with_nodes(one, effort), key=lambda one: one.seconds)
     # The usual order comes first, then the usual one of axes with machines moved: what follows must be worth it.
     best = usual
     for one in [*tiers, lowest]:
@@ -115,67 +110,11 @@ def place(
     return best, plain
 
 
-def _with_nodes(start: Placement, looks: Iterator[int]) -> Placement:
+def _with_nodes(start: Placement, edges: float) -> Placement:
     """The same order of axes with the best order of nodes that is found."""
-    count = len(start.nodes)
-    if factorial(count) <= EXACT:
-        return min((_moved(start, nodes) for nodes in permutations(start.nodes)), key=lambda one: one.seconds)
-    return _swapped(min((_moved(start, nodes) for nodes in _starts(start)), key=lambda one: one.seconds), looks)
-
-
-def _moved(one: Placement, nodes: Sequence[int]) -> Placement:
-    return Placement(one.order, tuple(nodes), one.loads, one.fabric, one.hiding)
-
-
-def _starts(one: Placement) -> Iterator[tuple[int, ...]]:
-    """Nodes as they are given, and each beside the free one that it is joined to best."""
-    yield one.nodes
-    fabric, left = one.fabric, list(one.nodes)
-    found = [left.pop(0)]
-    while left:
-        last = found[-1]
-        found.append(max(left, key=lambda node: (_joined(fabric, last, node), -node)))
-        left.remove(found[-1])
-    yield tuple(found)
-
-
-def _joined(fabric: Fabric, one: int, other: int) -> float:
-    """Bytes per second between two nodes."""
-    return min((fabric.paths[number][2] for number, _ in fabric.routes.get((one, other), ())), default=float("inf"))
-
-
-def _swapped(start: Placement, looks: Iterator[int]) -> Placement:
-    """Swaps of two nodes, one of them on a busiest link, until none helps or no more may be looked at."""
-    best = start
-    while best.seconds > best.least * (1 + WORTH):
-        found = None
-        for first in _busiest(best):
-            for second in range(len(best.nodes)):
-                if next(looks, None) is None:
-                    return found or best
-                nodes = list(best.nodes)
-                nodes[first], nodes[second] = nodes[second], nodes[first]
-                other = _moved(best, nodes)
-                if other.seconds < (found or best).seconds * (1 - 1e-9):
-                    found = other
-        if found is None:
-            break
-        best = found
-    return best
-
-
-def _busiest(one: Placement) -> list[int]:
-    """Places whose nodes are at the ends of the path that an axis waits for, of each axis, without repeats."""
-    found: dict[int, None] = {}
-    for load in one.loads:
-        edges = [
-            (size / _joined(one.fabric, one.nodes[source], one.nodes[target]), source, target)
-            for (source, target), size in load.between.items()
-        ]
-        if edges:
-            _, source, target = max(edges)
-            found |= {source: None, target: None}
-    return list(found)
+    enough = start.least * (1 + WORTH)
+    nodes = best_nodes(start.loads, start.fabric, start.nodes, start.waited, enough, Effort(edges))
+    return Placement(start.order, nodes, start.loads, start.fabric, start.hiding)
 
 
 def placements_of(

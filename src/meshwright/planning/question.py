@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, log, sqrt
+from typing import Protocol
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.estimate.kept import FLOAT32, Kept
@@ -29,6 +30,20 @@ ROUTING_SPREAD = 0.15
 """Standard deviation of an expert's load around the mean, under a balancing loss."""
 
 
+class Only(Protocol):
+    """A limit that hangs on several parts of a strategy at once, such as what the file of another trainer can hold."""
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What of it can be said as constraints."""
+
+    def check(self, question: Question) -> None:
+        """Raise a UserError where it takes no strategy at all."""
+
+    def takes(self, question: Question, layout: Layout) -> bool:
+        """Whether it takes that one."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What to plan for."""
@@ -50,6 +65,8 @@ class Question:
     """Whether all machines must work, also those of a slow kind."""
     left_out: frozenset[tuple[str, int]] = frozenset()
     """Strategies and micro-batches that are not searched, because more is known of them than an estimate."""
+    only: Only | None = field(default=None, compare=False, repr=False)
+    """What else limits the strategies."""
     learned: Learned = field(default_factory=Learned, compare=False, repr=False)
     """What runs on such machines have shown."""
     known: Constants = field(default_factory=constants, compare=False, repr=False)
@@ -72,6 +89,10 @@ class Question:
     def allows(self, **found: int | str) -> bool:
         """Whether a choice meets the constraints so far."""
         return all(one.holds(found) for one in self.constraints)
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether a choice, which may be without recompute yet, is one that whoever asked can use."""
+        return self.only is None or self.only.takes(self, layout)
 
     def leaves_out(self, layout: Layout, micro_batch: int) -> bool:
         """Whether a choice is not searched."""
@@ -208,6 +229,9 @@ def with_exact_states(candidate: Candidate) -> Candidate:
     """
     scenario, strategy = candidate.scenario, candidate.strategy
     if scenario.software.name != "meshwright" or strategy.host_states != "none" or scenario.spec.latent_attention:
+        return candidate
+    if strategy.wrap not in ("auto", "block"):
+        # Which units there are follows from the modules of a model that is built.
         return candidate
     stages = []
     for rank, terms in enumerate(candidate.memory.stages):

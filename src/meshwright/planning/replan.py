@@ -8,7 +8,7 @@ they were written: other numbers of copies share it evenly.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -40,8 +40,12 @@ def replan(
     micro_batch: int | None = None,
     sequence_length: int | None = None,
     optimizer: str = "adamw",
+    check: Callable[[Strategy], object] = lambda strategy: None,
 ) -> Replanned:
-    """The nearest legal strategy to a short form on at most that many ranks; the same for the same arguments."""
+    """The nearest legal strategy to a short form on at most that many ranks; the same for the same arguments.
+
+    `check` raises a ConfigError for what other settings refuse.
+    """
     sizes = sorted(set(batches))
     exact = Strategy.processes(text)
     asked = Strategy.parse(text, exact or Strategy.fewest_processes(text))
@@ -50,6 +54,7 @@ def replan(
     def legal(strategy: Strategy) -> bool:
         try:
             strategy.check(spec, strategy.world, sequence_length, optimizer)
+            check(strategy)
             for size in sizes:
                 strategy.micro_steps(size, micro_batch)
         except ConfigError:
@@ -64,6 +69,7 @@ def replan(
                     return Replanned(strategy, _change(asked, strategy, world, exact is None))
     # Nothing fits, not even on one rank: what is wrong with what was asked for is the thing to tell.
     asked.check(spec, asked.world, sequence_length, optimizer)
+    check(asked)
     for size in sizes:
         asked.micro_steps(size, micro_batch)
     raise ConfigError(f"parallel.strategy='{text}' needs {asked.world} processes and there are {world}; start more")

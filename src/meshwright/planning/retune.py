@@ -119,10 +119,7 @@ def slowed(cluster: Cluster, compute: float, link: float) -> Cluster:
         link=cluster.link if across else cluster.link / link,
         nic=cluster.nic / link if across else cluster.nic,
         speeds=_slowed_speeds(cluster.speeds, compute, link) if cluster.speeds is not None else None,
-        lines=tuple(
-            replace(line, bandwidth=line.bandwidth / link) if (line.inside < line.ranks) == across else line
-            for line in cluster.lines
-        ),
+        lines=tuple(line.slower(link) if (line.inside < line.ranks) == across else line for line in cluster.lines),
     )
 
 

@@ -171,7 +171,7 @@ def _choices(
         if choice.rough >= best:
             return
         for chosen in _with_recompute(question, choice, degrees, timer, best):
-            if question.leaves_out(chosen, degrees.micro_batch):
+            if question.leaves_out(chosen, degrees.micro_batch) or not question.takes(chosen):
                 continue
             scenario = question.scenario(chosen, degrees.micro_batch)
             own = timer.like(scenario)
@@ -210,7 +210,7 @@ def _rest_of(
                 continue
             layout = replace(base, schedule=schedule, layers=layers)
             weight = 1 + FEATURE * count_features(layout)
-            if space.order_floor(degrees, method, schedule, layers) * weight >= best:
+            if space.order_floor(degrees, method, schedule, layers) * weight >= best or not question.takes(layout):
                 continue
             scenario = question.scenario(replace(layout, offload=fastest.offload), degrees.micro_batch)
             rough = timer.like(scenario).parts(simulate=False).total * weight
@@ -264,6 +264,8 @@ def _with_recompute(
             # More layers than these are needed, and they take too long already.
             if timer.like(tried).floor() * (1 + FEATURE * (used + 1)) >= best:
                 return
+        while high < layers and not question.takes(replace(layout, recompute=f"first:{high}")):
+            high += 1
         if high < layers:
             yield replace(layout, recompute=f"first:{high}")
             return

@@ -7,9 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.planning.answer import Plan, origin, peaks_gib
+from meshwright.planning.answer_json import peaks_gib
 from meshwright.planning.explain import PARTS, TERMS, explain
 from meshwright.planning.group_times import timer_on
+from meshwright.planning.made import Plan
+from meshwright.planning.origin import origin
 from meshwright.planning.placement_words import placement_text
 from meshwright.planning.question import Candidate
 from meshwright.planning.state_memory import GIB

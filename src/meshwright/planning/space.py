@@ -296,9 +296,9 @@ def most_recompute(question: Question) -> str:
 
 
 def allowed(question: Question, layout: Layout) -> bool:
-    """Whether a layout meets the constraints."""
+    """Whether a layout meets the constraints, and what else limits it."""
     names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "replicate", "schedule", "layers", "recompute", "offload")
-    return question.allows(
+    return question.takes(layout) and question.allows(
         **{name: getattr(layout, name) for name in names},
         cp_method=layout.cp_method,
         shares=layout.shares,

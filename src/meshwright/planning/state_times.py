@@ -128,7 +128,7 @@ class StateTimes:
             gradients = plain * software.reduce_bytes
             whole = group_of(self.scenario.cluster, layout.dp * layout.cp, layout.tp, "loss")
             if layout.compress != NONE:
-                reduce = self._compressed(whole, plain)
+                reduce = self._compressed(whole, plain + experts)
             elif layout.zero == 0 or (layout.zero == 1 and software.sums_whole):
                 reduce = links.all_reduce(whole, gradients)
             else:
@@ -137,7 +137,7 @@ class StateTimes:
                     reduce += links.all_reduce(self.replicas, gradients / layout.state_ranks)
             if layout.zero:
                 gather = links.half(self.shard_group, plain * software.gather_bytes)
-            if experts:
+            if experts and layout.compress == NONE:
                 holders = max(1, layout.dp * layout.cp * layout.tp // (layout.ep * layout.expert_tp))
                 group = Group(holders, 1, "copies")
                 reduce += links.half(group, experts * software.reduce_bytes) * (1 if layout.zero else 2)
@@ -146,11 +146,18 @@ class StateTimes:
         return self.operations.hide(reduce, backward, edge) + self.operations.hide(gather, forward, edge)
 
     def _compressed(self, group: Group, elements: float) -> float:
-        """Seconds in which compressed gradients are summed: an all-reduce that sends as much, and what is computed."""
-        compression, ranks = self.scenario.layout.compression, group.size
-        sent = compression.sent(list(shapes_of(self.scenario.spec).values()), ranks)
-        summed = self.operations.links.all_reduce(group, sent * ranks / (2 * (ranks - 1)))
-        return summed + self.operations.compress(elements, compression.kind)
+        """Seconds in which compressed gradients are summed: what carries them, and what is computed."""
+        compression, links = self.scenario.layout.compression, self.operations.links
+        seconds = self.operations.compress(elements, compression.kind)
+        for one in compression.messages(list(shapes_of(self.scenario.spec).values()), group.size):
+            match one.operation:
+                case "all_to_all":
+                    seconds += links.exchange(group, one.size)
+                case "all_gather":
+                    seconds += links.half(group, one.size)
+                case _:
+                    seconds += links.all_reduce(group, one.size)
+        return seconds
 
     def update(self, ranks: Collection[int] | None = None) -> tuple[float, float]:
         """Seconds of the optimizer's step of the fullest of these pipeline ranks, on the chip and in host memory."""

@@ -20,9 +20,9 @@ from typing import Any
 from meshwright.data.prepare import prepare
 from meshwright.errors import UserError
 from meshwright.launch.limited import last_line, run_limited
-from meshwright.planning.answer import Plan
 from meshwright.planning.corrections import Learned, Observation, basis_of, corrected, subject_of
 from meshwright.planning.emit import run_table
+from meshwright.planning.made import Plan
 from meshwright.planning.question import Candidate, estimate, in_full
 from meshwright.planning.state_memory import GIB
 

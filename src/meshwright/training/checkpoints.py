@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +36,8 @@ class SaveCheckpoints(Hook):
     def __init__(self) -> None:
         self.progress = _Progress(self)
         self.saver: Saver | None = None
+        self.listeners: list[Callable[[Outcome], None]] = []
+        """Who hears what became of every save, on every rank."""
         self._metrics: dict[str, float] = {}
         self._damaged: set[int] = set()
         """Steps whose checkpoints were found damaged right after the save."""
@@ -138,6 +140,8 @@ class SaveCheckpoints(Hook):
                 failures.append(outcome.damage[0].what)
             if trainer.world.is_first:
                 _record(trainer, outcome)
+            for listener in self.listeners:
+                listener(outcome)
         return failures
 
 

@@ -64,6 +64,7 @@ class Events(Hook):
         if not folder.tokenizer.exists():
             trainer.job.tokenizer.save(folder.tokenizer)
         kind = "resumed" if trainer.resumed_from else "started"
+        measured = trainer.config.comm.bucket_mb == "auto"
         slow = slow_attention(trainer.config, trainer.job.spec, trainer.job.strategy, trainer.world.device)
         folder.event(
             kind,
@@ -75,6 +76,7 @@ class Events(Hook):
             torch=torch.__version__,
             **({"bf16_linears": trainer.one_step.parallel.wide} if trainer.one_step.parallel.wide else {}),
             **({"slow_attention": slow} if slow is not None else {}),
+            **({"bucket_mb": trainer.one_step.parallel.travel.bucket_mb} if measured else {}),
         )
 
     def at_end(self, trainer: TrainingLoop) -> None:
@@ -84,6 +86,9 @@ class Events(Hook):
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 1.0
+"""A stop signal that comes so soon after the first is the same wish: schedulers send it to all processes of a job, and
+launchers pass it on to those below them. But for SIGINT: people who press Ctrl-C twice mean it."""
 RETUNED = "another strategy is expected to be faster"
 """Why ranks stop that are to be started again with another strategy."""
 RESIZE_SIGNAL = signal.SIGUSR1
@@ -91,18 +96,20 @@ RESIZE_SIGNAL = signal.SIGUSR1
 
 
 class StopOnSignal(Hook):
-    """The first stop signal ends the run after the step in hand and saves; the second ends it at once."""
+    """The first stop signal ends the run after the step in hand and saves; one after its echoes ends it at once."""
 
     def __init__(self) -> None:
         self.previous: dict[signal.Signals, Any] = {}
-        self.received = 0
+        self.asked_at: float | None = None
 
     def at_start(self, trainer: TrainingLoop) -> None:
         def handle(number: int, frame: FrameType | None) -> None:
-            self.received += 1
-            if self.received > 1:
+            if self.asked_at is not None:
+                if is_echo(number, self.asked_at):
+                    return
                 show_cursor()
                 os._exit(128 + number)
+            self.asked_at = time.monotonic()
             trainer.stop(signal.Signals(number).name)
             if trainer.world.is_first:
                 # A handler may interrupt a write of the console's own buffer: go around it.
@@ -122,6 +129,11 @@ class StopOnSignal(Hook):
     def close(self) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+
+def is_echo(number: int, asked_at: float) -> bool:
+    """Whether a stop signal is the one of that moment again."""
+    return number != signal.SIGINT and time.monotonic() - asked_at < ECHO_S
 
 
 def show_cursor() -> None:

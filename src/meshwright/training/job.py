@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from meshwright.axis_order import Order, parse_order
 from meshwright.config import DataSection, ObserveSection, RunConfig
 from meshwright.data.batch_schedule import BatchSchedule
+from meshwright.data.indexed import open_corpus
 from meshwright.data.prepare import prepare
 from meshwright.data.progress import shown_progress
 from meshwright.data.sampler import Sampler
 from meshwright.data.shards import Corpus
-from meshwright.data.tokenizer import Tokenizer, load_tokenizer
+from meshwright.data.tokenizer import Tokenizer, UnknownTokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError, UserError, nearest
 from meshwright.models.hf_config import read_spec
 from meshwright.models.presets import preset
@@ -70,7 +71,7 @@ def make_job(config: RunConfig, world: int) -> Job:
     if config.data.mask_documents and tokenizer.end is None:
         raise ConfigError(
             "data.mask_documents needs a token that ends a document, and this corpus's tokenizer has none; "
-            "prepare it with another one, or leave data.mask_documents out"
+            "set data.tokenizer where the corpus came without one, prepare it with another one, or leave it out"
         )
     sampler = Sampler(
         corpora,
@@ -180,14 +181,23 @@ def _tokenizer_of(folder: str | None) -> str | None:
 def open_corpora(data: DataSection) -> list[tuple[Corpus, float]]:
     """The packed corpora with their weights."""
     if data.mix:
-        return [(Corpus(share.path), share.weight) for share in data.mix]
+        return [(open_corpus(share.path), share.weight) for share in data.mix]
     if not data.path:
         raise DataError("no data: set data.path to a folder made by `meshwright data prepare`")
-    return [(Corpus(data.path), 1.0)]
+    return [(open_corpus(data.path), 1.0)]
 
 
 def matching_tokenizer(config: RunConfig, corpora: list[Corpus]) -> Tokenizer:
-    """The tokenizer that all corpora were packed with, if it is the one that the settings ask for."""
+    """The tokenizer that all corpora were packed with, if it is the one that the settings ask for.
+
+    Token files that came without one take the one that is asked for.
+    """
+    corpora = [corpus for corpus in corpora if corpus.has_tokenizer]
+    if not corpora:
+        named = config.data.tokenizer or _tokenizer_of(config.model.from_hf)
+        if named is None and config.observe.sample is not None:
+            raise ConfigError("observe.sample is text, and data.path holds tokens alone; set data.tokenizer")
+        return UnknownTokenizer() if named is None else load_tokenizer(named)
     first = corpora[0]
     tokenizer = load_tokenizer(first.tokenizer_folder)
     wanted: list[tuple[str, str]] = [(str(corpus.path), corpus.tokenizer.digest) for corpus in corpora[1:]]

@@ -18,7 +18,7 @@ from meshwright.checkpoint.format import DamageError, Manifest
 from meshwright.checkpoint.place import Place, open_place, own_place
 from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.training_state import check_optimizer, restore
-from meshwright.checkpoint.unsent import restore_unsent
+from meshwright.checkpoint.unsent import left_out, restore_unsent
 from meshwright.config import RunConfig
 from meshwright.data.feed import BadSample, read_samples
 from meshwright.data.prefetch import Prefetcher
@@ -246,10 +246,7 @@ class TrainingLoop:
         self.optimizer.state.clear()
         restore(reader, self.model, self.optimizer)
         if restore_unsent(reader, self.model, self.one_step.parallel.compressor) and self.world.is_first:
-            text = (
-                f"the checkpoint of step {manifest.step} has gradients that were not sent yet, and with "
-                f"{self.job.strategy} nobody would send them: they are left out"
-            )
+            text = left_out(manifest.step, self.job.strategy)
             self.job.folder.event("unsent_dropped", step=manifest.step, error=text)
             print(f"meshwright: {text}", file=sys.stderr, flush=True)
 

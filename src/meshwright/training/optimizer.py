@@ -11,11 +11,11 @@ from meshwright.config import TrainSection
 from meshwright.models.parts import box_of
 from meshwright.optim.adamw import FusedAdamW
 from meshwright.parallel.local_optimizer import LocalOptimizer, inner_of
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.model import SplitModel
 from meshwright.parallel.precision import Precision
 
 
-def make_optimizer(model: Parallel, train: TrainSection) -> torch.optim.Optimizer:
+def make_optimizer(model: SplitModel, train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer that train.optimizer names; matrices decay, norms and biases do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -29,13 +29,13 @@ def make_optimizer(model: Parallel, train: TrainSection) -> torch.optim.Optimize
     return optimizer
 
 
-def _on_gpu(model: Parallel) -> bool:
+def _on_gpu(model: SplitModel) -> bool:
     """Whether the update happens on a GPU, in float32: where our own kernel moves fewer bytes than torch's."""
     on_host = model.strategy.host_states != "none"
     return not on_host and all(p.is_cuda and p.dtype == torch.float32 for p in model.parameters())
 
 
-def _tell_places(optimizer: torch.optim.Optimizer, model: Parallel) -> None:
+def _tell_places(optimizer: torch.optim.Optimizer, model: SplitModel) -> None:
     """Tell our AdamW which parameters its parts belong to, and where they lie in them."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

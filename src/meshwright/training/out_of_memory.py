@@ -104,7 +104,13 @@ def _advice(config: RunConfig, smaller: int | None) -> str:
         changes.append(f"set train.micro_batch={smaller} (or elastic.oom=retry, which finds one that fits)")
     if "recompute" not in strategy:
         changes.append("add recompute=full to parallel.strategy, which keeps no activations within layers")
-    if "zero" not in strategy:
+    compress = next((word for word in strategy.split() if word.startswith("compress=")), None)
+    if compress is not None:
+        changes.append(
+            f"drop {compress}, which needs memory beside the gradients and goes with zero=0 alone; then add zero=3, "
+            "which splits parameters, gradients and optimizer state over data ranks"
+        )
+    elif "zero" not in strategy:
         changes.append("add zero=3, which splits parameters, gradients and optimizer state over data ranks")
     changes.append(f"use more ranks, or a shorter data.sequence_length={config.data.sequence_length}")
     return "what helps: " + "; ".join(changes)

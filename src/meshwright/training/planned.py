@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cluster.cluster import Cluster, cpu_ranks, parse_cluster, this_machine, with_calibration
@@ -22,11 +23,13 @@ from meshwright.models.spec import ModelSpec
 from meshwright.planning.replan import SPLITS, replan
 from meshwright.strategy import AUTO, Strategy
 from meshwright.training.job import batch_schedule, model_spec
+from meshwright.training.leeway import check_leeway, limits_of, travel_limits, whence
 from meshwright.training.run_folder import RunFolder
+from meshwright.training.travel import travel_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.world import World
-    from meshwright.planning.answer import Plan
+    from meshwright.planning.made import Plan
     from meshwright.planning.question import Candidate
 
 FASTER = 0.05
@@ -163,6 +166,7 @@ def question_of(config: RunConfig, world: int) -> dict[str, Any]:
         "micro_batch": config.train.micro_batch,
         "precision": config.train.precision,
         "optimizer": config.train.optimizer,
+        **({"limits": limits} if (limits := _words_of(travel_limits(config))) else {}),
         **({"kept": kept} if (kept := str(_kept_states(config))) else {}),
         **({"compile": "off"} if config.train.compile == "off" else {}),
     }
@@ -188,17 +192,18 @@ def _kept(config: RunConfig, world: int, local: int) -> Planned | None:
         return None
     try:
         chosen = with_choice(config, str(held["strategy"]), held["micro_batch"])
-        _check(chosen, model_spec(config), world)
+        check_run(chosen, model_spec(config), world)
     except (ConfigError, KeyError, TypeError):
         return None
     said = f"{config.parallel.strategy}: {held['strategy']}, as this run's plan.json has it"
     return Planned(chosen, config, world, local, (said,), held.get("answer"))
 
 
-def _check(config: RunConfig, spec: ModelSpec, world: int) -> None:
+def check_run(config: RunConfig, spec: ModelSpec, world: int) -> None:
     """Raise unless the trainer takes the strategy and every batch divides."""
     strategy = Strategy.parse(config.parallel.strategy, world)
     strategy.check(spec, world, config.data.sequence_length, config.train.optimizer)
+    check_leeway(config, strategy)
     for size in batch_schedule(config).sizes():
         strategy.micro_steps(size, config.train.micro_batch)
 
@@ -220,14 +225,23 @@ def _settings(config: RunConfig, machines: Cluster) -> dict[str, Any]:
     }
 
 
-def _constraints(config: RunConfig) -> list[str]:
+def constraints_of(config: RunConfig) -> list[str]:
     """What the settings leave to choose."""
-    words = config.parallel.strategy.split()[1:]
-    if config.train.micro_batch is not None:
-        words.append(f"micro_batch={config.train.micro_batch}")
-    if config.train.optimizer == "adafactor":
-        words += ["zero=0", "tp=1", "offload=none"]
-    return words
+    asked = config.parallel.strategy.split()[1:] if asks_planner(config) else []
+    return [*asked, *_words_of(limits_of(config))]
+
+
+def _words_of(limits: dict[str, list[str]]) -> list[str]:
+    return [word for words in limits.values() for word in words]
+
+
+def does_run(config: RunConfig, strategy: str, micro_batch: int, world: int) -> bool:
+    """Whether a run with these settings takes a strategy."""
+    try:
+        check_run(with_choice(config, strategy, micro_batch), model_spec(config), world)
+    except ConfigError:
+        return False
+    return True
 
 
 def _ask(config: RunConfig, world: int, local: int) -> Planned:
@@ -239,18 +253,22 @@ def _ask(config: RunConfig, world: int, local: int) -> Planned:
         if config.parallel.cluster is not None or config.parallel.strategy != AUTO:
             raise
         chosen = with_choice(config, f"dp={world}", config.train.micro_batch)
-        _check(chosen, spec, world)
+        check_run(chosen, spec, world)
         return Planned(chosen, config, world, local, (f"auto: dp={world}; nothing was planned, since {error}",))
     from meshwright.planning.answer import plan
 
-    made = plan(
-        spec,
-        machines,
-        **_settings(config, machines),
-        constraints=_constraints(config),
-        batches=batch_schedule(config).sizes(),
-        all_chips=True,
-    )
+    limits = limits_of(config)
+    try:
+        made = plan(
+            spec,
+            machines,
+            **_settings(config, machines),
+            constraints=constraints_of(config),
+            batches=batch_schedule(config).sizes(),
+            all_chips=True,
+        )
+    except UserError as error:
+        raise UserError(f"{error} ({whence(limits)})" if limits else str(error)) from None
     if made.best is None:
         from meshwright.planning.narrow import in_words
 
@@ -261,16 +279,17 @@ def _ask(config: RunConfig, world: int, local: int) -> Planned:
             f"{_gib(nearest.memory.peak)} of {_gib(nearest.memory.capacity)} GiB. Use more ranks, a shorter "
             "data.sequence_length or a smaller model, or name that strategy to try it all the same"
             + (f"; {in_words(made.narrower, None)}" if made.narrower is not None else "")
+            + (f" ({whence(limits)})" if limits else "")
         )
     chosen = with_choice(config, str(made.best.strategy), made.best.micro_batch)
-    _check(chosen, spec, world)
+    check_run(chosen, spec, world)
     return Planned(chosen, config, world, local, tuple(_words(config, made)), made.as_json())
 
 
 def _words(config: RunConfig, made: Plan) -> Iterator[str]:
     """The choice in three lines: what, where its time goes, what comes next."""
-    from meshwright.planning.answer import origin
     from meshwright.planning.explain import time_goes_into
+    from meshwright.planning.origin import origin
     from meshwright.planning.runners import loss
 
     best = made.best
@@ -301,6 +320,7 @@ def _nearest(config: RunConfig, ranks: int, local: int) -> Planned:
         micro_batch=config.train.micro_batch,
         sequence_length=config.data.sequence_length,
         optimizer=config.train.optimizer,
+        check=partial(travel_of, config),
     )
     chosen = with_choice(config, str(found.strategy), config.train.micro_batch)
     said = (found.change,) if found.change is not None else ()

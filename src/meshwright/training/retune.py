@@ -10,6 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ import torch
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
 from meshwright.parallel.world import World
+from meshwright.planning.constraints import parse_constraints
 from meshwright.planning.retune import LARGE, SMALL, Seen, Switch, better
 from meshwright.training.hooks import RETUNED, Hook, Metrics
+from meshwright.training.job import batch_schedule
 from meshwright.training.loop import TrainingLoop
-from meshwright.training.planned import predict, read_plan
+from meshwright.training.planned import constraints_of, does_run, predict, read_plan
 
 LEAST_STEPS = 8
 """Steps that are measured before a change is thought of; those before them do not count."""
@@ -57,21 +60,29 @@ class Retune(Hook):
 
     def _decide(self, trainer: TrainingLoop, seen: Seen) -> Switch | None:
         """The first rank's decision, written down."""
-        folder, strategy = trainer.job.folder, trainer.job.strategy
+        folder, strategy, asked = trainer.job.folder, trainer.job.strategy, trainer.planned.asked
         held = read_plan(folder) or {}
         if held.get("strategy") != trainer.planned.strategy:
             self.given_up = True  # Someone else writes there.
             return None
         try:
             plan = predict(trainer.config, strategy, trainer.planned.local or trainer.world.size)
+            micro_batch = plan.candidates[0].micro_batch
+            question = replace(
+                plan.question,
+                constraints=parse_constraints(constraints_of(asked)),
+                batches=tuple(batch_schedule(asked).sizes()),
+            )
+            # Settings may have changed since something was tried.
+            tried = {
+                key: step_s for key, step_s in tried_before(held).items() if does_run(asked, *key, trainer.world.size)
+            }
+            switch = better(question, strategy, micro_batch, seen, tried)
         except UserError as error:
             self.given_up = True
             folder.event("retune_impossible", step=trainer.step, reason=str(error))
             return None
-        micro_batch = plan.candidates[0].micro_batch
-        tried = tried_before(held)
-        switch = better(plan.question, strategy, micro_batch, seen, tried)
-        if switch is None:
+        if switch is None or not does_run(asked, str(switch.strategy), switch.micro_batch, trainer.world.size):
             return None
         tried[str(strategy), micro_batch] = seen.step_s
         held["tried"] = [[*key, step_s] for key, step_s in tried.items()]

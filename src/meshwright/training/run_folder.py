@@ -166,6 +166,14 @@ class RunFolder:
                 found.append(json.loads(line))
         return [event for event in found if isinstance(event, dict) and "event" in event]
 
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that can be read, in order."""
+        try:
+            lines = self.metrics.read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines if _step_of(line) is not None]
+
     def last_recorded_step(self) -> int:
         """The last step that metrics.jsonl tells of; 0 where it tells of none."""
         try:

@@ -10,18 +10,26 @@ from meshwright.config import TrainSection
 def learning_rate(train: TrainSection, step: int) -> float:
     """The learning rate of optimizer step `step`, counted from 0."""
     if step < train.warmup_steps:
-        return train.lr * (step + 1) / train.warmup_steps
+        rise = train.lr - train.warmup_lr
+        if train.warmup == "log":
+            return train.warmup_lr + rise * math.log(step + 1) / math.log(max(2, train.warmup_steps))
+        return train.warmup_lr + rise * (step + 1) / train.warmup_steps
+    end = train.schedule_steps or train.steps
     match train.schedule:
         case "constant":
             return train.lr
         case "cosine":
-            share = (1 + math.cos(math.pi * _progress(step, train.warmup_steps, train.steps))) / 2
+            share = (1 + math.cos(math.pi * _progress(step, train.warmup_steps, end))) / 2
         case "linear":
-            share = 1 - _progress(step, train.warmup_steps, train.steps)
+            share = 1 - _progress(step, train.warmup_steps, end)
         case "wsd":
-            decay = train.decay_steps or max(1, train.steps // 10)
-            share = 1 - _progress(step, max(train.warmup_steps, train.steps - decay), train.steps)
+            share = 1 - _progress(step, max(train.warmup_steps, end - decay_length(train, end)), end)
     return train.min_lr + (train.lr - train.min_lr) * share
+
+
+def decay_length(train: TrainSection, end: int) -> int:
+    """Steps in which a wsd schedule decays that ends at step `end`."""
+    return train.decay_steps or max(1, end // 10)
 
 
 def _progress(step: int, start: int, end: int) -> float:

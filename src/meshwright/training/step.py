@@ -153,7 +153,7 @@ class TrainingStep:
         if not at_once:
             fault = pulse.enter("optimizer")
             if verdict.learn:
-                update(self.optimizer, self.parallel.parameters(), norm, clip, scale)
+                update([self.optimizer], self.parallel.parameters(), norm, clip, scale)
         flip_bit(self.parallel.named_parameters(), fault)
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)

@@ -7,7 +7,7 @@ next batch, the first kernels of the next pass) hides behind the update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,9 +71,14 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def update(
-    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], norm: Tensor, max_norm: float, scale: float
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Iterable[Tensor],
+    norm: Tensor,
+    max_norm: float,
+    scale: float,
 ) -> None:
     """Clip the gradients and update."""
     if max_norm or scale != 1.0:
         multiply_gradients_(parameters, clip_factor(norm, max_norm) / scale)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()

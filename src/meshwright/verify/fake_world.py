@@ -16,7 +16,7 @@ from meshwright.models.initialize import build_meta
 from meshwright.models.parts import local_of
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.mesh import make_mesh
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.own_loop import Parallel
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.torch_releases import unchecked
 from meshwright.strategy import Strategy

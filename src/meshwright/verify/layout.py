@@ -6,6 +6,8 @@ where it lies, as a DTensor does, is believed.
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from meshwright.context_layout import ContextLayout
@@ -18,6 +20,9 @@ Index = tuple[tuple[int, ...] | None, ...]
 
 def cut(whole: Array, held: Part) -> Array:
     """The part of a whole that lies where some part lies."""
+    if whole.ndim == len(held.whole) - 1 and whole.size == prod(held.whole):
+        # A packed dimension is seen as two.
+        whole = whole.reshape(held.whole)
     if whole.shape != held.whole:
         return np.empty(0)
     places = zip(held.offset, held.values.shape, strict=True)

@@ -11,16 +11,18 @@ of its first embedding, and the loss is the cross-entropy of the next token.
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map
 
 from meshwright.errors import UserError
 from meshwright.models.float8 import MULTIPLE, Recipe
@@ -30,6 +32,7 @@ from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.loss import cross_entropy
 from meshwright.training.precision import COMPUTE
+from meshwright.verify.dropout import NothingDropped
 
 Inputs = Any
 """A tuple or dict; tensors in it have one row a sample."""
@@ -57,6 +60,8 @@ def find(place: str, tokens: int) -> OwnModule:
         raise UserError(
             f"there is no module '{name}' here; start where {name.replace('.', '/')}.py lies, or install it"
         ) from None
+    except Exception as error:
+        raise UserError(f"'{name}' cannot be imported: {_told(error)}") from error
     if not callable(getattr(module, function, None)):
         raise UserError(f"{name} has no function '{function}'; define one without arguments that gives an nn.Module")
     build = getattr(module, function)
@@ -70,13 +75,35 @@ def find(place: str, tokens: int) -> OwnModule:
 
 
 def _build(place: str, build: Callable[[], Any]) -> nn.Module:
+    needed = [one.name for one in _parameters(build) if one.default is one.empty and one.kind not in _GATHERING]
+    if needed:
+        raise UserError(f"{place} cannot be called without arguments ({', '.join(needed)}); give each a default")
     try:
         model = build()
-    except TypeError as error:
-        raise UserError(f"{place} cannot be called without arguments ({error}); give each a default") from None
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{place} fails: {_told(error)}") from error
     if not isinstance(model, nn.Module):
         raise UserError(f"{place} gives {type(model).__name__}, not an nn.Module; return the model")
     return model
+
+
+_GATHERING = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(build: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(build).parameters.values())
+    except ValueError:
+        return []
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's own code, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = "" if isinstance(error, SyntaxError) else f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    return f"{type(error).__name__}: {error}{where}"
 
 
 class _LanguageInputs:
@@ -108,8 +135,15 @@ def language_loss(model: Any, inputs: Inputs) -> Tensor:
     return cross_entropy(getattr(output, "logits", output), model.own_tokens(ids_BT[:, 1:]))
 
 
+def _multiply_in_float64(model: nn.Module) -> None:
+    """Let experts of transformers take plain products: the grouped ones that it prefers know no float64."""
+    for module in model.modules():
+        if getattr(module, "_can_set_experts_implementation", lambda: False)():
+            module.set_experts_implementation("eager")  # type: ignore[operator]
+
+
 class OwnLoop:
-    """A training loop around a user's module, as docs/strategies.md has it: accumulation, clipping, AdamW."""
+    """A training loop around a user's module, as docs/own_loop.md has it: accumulation, clipping, AdamW."""
 
     def __init__(
         self,
@@ -128,56 +162,36 @@ class OwnLoop:
         self.source = find(place, tokens)
         torch.manual_seed(seed)
         compute = COMPUTE[precision]
-        self.stored = torch.float64 if compute == torch.float64 else torch.float32
-        self.model = self.source.build().to(self.stored).train()
+        self.stored = stored = torch.float64 if compute == torch.float64 else torch.float32
+        self.model = self.source.build().to(stored).train()
+        if stored == torch.float64:
+            _multiply_in_float64(self.model)
         for module in self.model.modules():
             if isinstance(module, _DropoutNd):
                 # Every rank would drop other things than one device does.
                 module.eval()
         float8 = Float8(Recipe(smallest=MULTIPLE)) if precision == "fp8" else None
-        policy = Precision(self.stored, compute, self.stored, self.stored, float8)
+        policy = Precision(stored, compute, stored, stored, float8)
         self.parallel = parallelize(self.model, strategy, precision=policy)
-        self.optimizer = self.parallel.optimizer(torch.optim.AdamW, lr=1e-2)
+        # A gradient that is zero but for rounding (a bias before a BatchNorm) must not become a step of AdamW.
+        self.optimizer = self.parallel.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-6)
 
     def __call__(self, number: int) -> tuple[float, float]:
         """Train one step; gives the loss of the whole batch and the norm of its gradient."""
         whole = self.source.inputs(1000 * self.seed + number, self.samples)
-        strategy, mesh = self.parallel.strategy, self.parallel.mesh
+        strategy = self.parallel.strategy
         together = self.samples // self.micro_steps
         own = strategy.own_samples(self.parallel.data_rank, together)
         starts = [index * together for index in range(self.micro_steps)]
         mine = [self._rows(whole, slice(first + own.start, first + own.stop)) for first in starts]
-        total = torch.zeros((), dtype=torch.float64)
-        if self.parallel.pipeline is None:
-            for index, inputs in enumerate(mine):
-                with self.parallel.micro_step(last=index == self.micro_steps - 1):
-                    loss = self.source.loss(self.parallel, inputs) * (self.parallel.weight / self.micro_steps)
-                    loss.backward()
-                total += loss.detach().double()
-        else:
-            self._through_pipeline(mine, total)
-        norm = self.parallel.clip_grad_norm_(self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        if mesh is not None:
-            dist.all_reduce(total)
-            total /= strategy.dp * strategy.cp * strategy.tp
+        joined = tree_map(lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *mine)
+        with NothingDropped():
+            total = self.parallel.backward(self.source.loss, joined, micro_steps=self.micro_steps)
+        norm = self.parallel.step(self.optimizer, clip=self.clip)
         return float(total), float(norm)
 
-    def _through_pipeline(self, mine: list[Inputs], total: Tensor) -> None:
-        """As a language model: what else a loss may need cannot be had from the last stage's output."""
-        ids = [next(iter(inputs.values() if isinstance(inputs, dict) else inputs)) for inputs in mine]
-
-        def loss(logits: Tensor, index: int) -> Tensor:
-            found = cross_entropy(logits, self.parallel.own_tokens(ids[index][:, 1:]))
-            found = found * (self.parallel.weight / len(ids))
-            total.add_(found.detach().double())
-            return found
-
-        self.parallel.forward_backward([{"tokens_BT": ids_BT[:, :-1]} for ids_BT in ids], loss)
-
     def _rows(self, inputs: Inputs, rows: slice) -> Inputs:
-        """Some samples of a batch; numbers are in the model's dtype."""
+        """Some samples of a batch; numbers are in the dtype of its weights."""
         if isinstance(inputs, dict):
             return {name: self._row(name, value, rows) for name, value in inputs.items()}
         return tuple(self._row(str(place), value, rows) for place, value in enumerate(inputs))

@@ -26,6 +26,9 @@ from meshwright.verify.pool import RankPool
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
 """Largest relative difference of losses; and, for the first three, of gradient norms."""
 
+ROUNDED = 1e-5
+"""The same in float64 of a model that rounds to float32 in places, by itself."""
+
 SMALLEST = MULTIPLE
 """Smallest dimension of a linear that multiplies in 8 bits: shapes of proofs are small, and it is to be proved."""
 

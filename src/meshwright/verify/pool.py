@@ -37,6 +37,9 @@ MOST_THREADS = {"cpu": 60, "cuda": 300}
 """How many threads a rank may have before it is replaced, by where it computes: CUDA has threads of its own, and ranks
 that use it are fresh interpreters, which take seconds to replace."""
 
+_DONE = "done"
+"""How many ranks have ended a piece of work, in the store where they met."""
+
 
 class RankPool:
     """Ranks on this machine, up to a number, started when they are first needed.
@@ -146,8 +149,7 @@ class RankPool:
                 try:
                     done, when, value = pipe.recv()
                 except EOFError:
-                    code = taken[rank][0].exitcode
-                    done, when, value = False, time.time(), f"ended without a word; exit code {code}"
+                    done, when, value = False, time.time(), f"ended without a word: {_end(taken[rank][0])}"
                 if done:
                     results[rank] = value
                 else:
@@ -160,9 +162,26 @@ class RankPool:
         return [results[rank] for rank in range(len(taken))]
 
 
+def _end(process: BaseProcess) -> str:
+    """How a process ended that has closed its pipe."""
+    process.join(5.0)
+    code = process.exitcode
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
 def _threads(process: BaseProcess) -> int:
     tasks = Path(f"/proc/{process.pid}/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+
+def _wait_for_others(meeting: FileStore | None, size: int) -> None:
+    """Stay until all are done, or for a moment: one that leaves while another still connects to it ends that one."""
+    if meeting is None:
+        return
+    done, until = meeting.add(_DONE, 1), time.monotonic() + 5.0
+    while done < size and time.monotonic() < until:
+        time.sleep(0.001)
+        done = meeting.add(_DONE, 0)
 
 
 def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool, device: str) -> None:
@@ -182,12 +201,15 @@ def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool, devic
             work, rank, size, store, inputs = pipe.recv()
         except EOFError:
             os._exit(0)
+        meeting = FileStore(store, size) if size > 1 else None
         try:
-            meeting = FileStore(store, size) if size > 1 else None
             with join_world(device, timeout_s, (rank, size, rank), meeting) as world:
                 answer = (True, time.time(), work(world, *inputs))
+                _wait_for_others(meeting, size)
         except BaseException as error:
             answer = (False, time.time(), "".join(traceback.format_exception(error)))
+            if meeting is not None:
+                meeting.add(_DONE, 1)
         pipe.send(answer)
         # Models and groups hold each other; what the next piece of work finds should not depend on the last one.
         gc.collect()

@@ -19,7 +19,7 @@ from meshwright.models.spec import ModelSpec
 from meshwright.strategy import Strategy
 from meshwright.verify.explain import explain
 from meshwright.verify.first_difference import Difference, first_difference, unlike
-from meshwright.verify.parity import TOLERANCES
+from meshwright.verify.parity import ROUNDED, TOLERANCES
 from meshwright.verify.pool import RankPool
 from meshwright.verify.record import StepTrace
 from meshwright.verify.shrink import Small, micro_steps_of, samples_of, tokens_of
@@ -64,6 +64,8 @@ class Proof:
     first_difference: Difference | None = None
     only_rounding: bool = False
     """Whether both sides differ in this precision and agree in float64."""
+    narrowing: str = ""
+    """Where the model itself rounds to fewer digits than the precision has."""
     failure: str = ""
     """How the strategy failed where one device worked."""
     seconds: float = 0.0
@@ -73,7 +75,8 @@ class Proof:
         if self.equal:
             what = _COMPARED.get(self.precision, "losses")
             agree = f"{what} agree to {self.bound:g} in {self.precision}"
-            return f"equal: the strategy computes what one device computes; {agree}"
+            why = f" ({self.narrowing}, by itself)" if self.narrowing else ""
+            return f"equal: the strategy computes what one device computes; {agree}{why}"
         if self.failure:
             return "not equal: the strategy fails where one device works"
         if self.only_rounding:
@@ -102,6 +105,7 @@ class Proof:
             "steps": steps,
             "parameters": [{"name": name, "difference": _finite(worst)} for name, worst in self.parameters],
             "first_difference": None if found is None else {key: _finite(v) for key, v in asdict(found).items()},
+            "narrowing": self.narrowing or None,
             "failure": self.failure or None,
             "seconds": round(self.seconds, 2),
         }
@@ -160,10 +164,15 @@ def _compare(trial: Trial, expected: Record, found: Sequence[Record], count: int
     compared = unlike(expected.weights, [record.weights for record in found], floor=1.0)
     parameters = sorted(((name, worst) for name, worst, *_ in compared), key=lambda entry: -entry[1])
     numbers = [*losses, *(norms if trial.precision in _COMPARED else [])]
-    equal = all(number.difference <= bound for number in numbers)
+    farthest = max(number.difference for number in numbers)
     if trial.precision == "float64":
-        equal = equal and all(worst <= bound for _, worst in parameters)
-    return Proof(equal, trial.precision, bound, len(found), losses, norms, parameters[:WORST], count)
+        farthest = max([farthest, *(worst for _, worst in parameters)])
+    narrowing = "" if farthest <= bound else expected.narrowing
+    bound = ROUNDED if narrowing else bound
+    worst = parameters[:WORST]
+    return Proof(
+        farthest <= bound, trial.precision, bound, len(found), losses, norms, worst, count, narrowing=narrowing
+    )
 
 
 def _worst(found: Sequence[list[float]], expected: list[float]) -> list[Compared]:
@@ -184,7 +193,6 @@ def _relative(ours: float, theirs: float) -> float:
 def _locate(pool: RankPool, trial: Trial, proof: Proof, tell: Tell) -> Proof:
     """Name what departs first: step by step, in float64."""
     exact = replace(trial, precision="float64")
-    bound = TOLERANCES["float64"]
     if trial.precision != "float64":
         tell("the same in float64, to tell a mistake from rounding")
         (expected,) = _run(pool, _alone(exact))
@@ -196,6 +204,7 @@ def _locate(pool: RankPool, trial: Trial, proof: Proof, tell: Tell) -> Proof:
         recorded = replace(exact, steps=step + 1, trace_step=step)
         (expected,) = _run(pool, _alone(recorded))
         found = _run(pool, recorded)
+        bound = ROUNDED if expected.narrowing else TOLERANCES["float64"]
         difference = _in_step(step, expected, found, bound)
         if difference is not None:
             return replace(proof, first_difference=replace(difference, step=step + 1))

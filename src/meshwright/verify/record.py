@@ -15,9 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from meshwright.models.parts import box_of
+from meshwright.models.expert_plan import holders_of
+from meshwright.models.parts import box_of, unpacked
 from meshwright.models.tensor_plan import rule_of
-from meshwright.parallel.model import Parallel
+from meshwright.parallel.model import SplitModel
 from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.units import blocks_of
 
@@ -25,7 +26,7 @@ Array = NDArray[Any]
 
 
 class Part(NamedTuple):
-    """A part of a tensor: its values, and where they lie in the whole."""
+    """A part of a tensor: its values, and where they lie in the whole; a packed dimension is seen as two."""
 
     values: Array
     offset: tuple[int, ...]
@@ -92,6 +93,7 @@ class Recorder:
         blocks = set(blocks_of(model))
         inside = {name: set(module.modules()) for name, module in model.named_modules() if module not in blocks}
         self._around_layers = {name for name, below in inside.items() if blocks & below}
+        self._everywhere = pipeline.cut.everywhere if pipeline is not None else set()
 
     def take_gradients(self, model: nn.Module) -> None:
         """Record the gradients of the parameters, if this is the step."""
@@ -127,7 +129,7 @@ class Recorder:
                 return
             if not name:
                 self._inside = False
-            if not self._ends and name in self._around_layers:
+            if name in self._everywhere or (not self._ends and name in self._around_layers):
                 # What goes to the next stage is not what comes out of this module on one device.
                 return
             call = Call(self._micro_step, name, self._calls[name])
@@ -146,10 +148,12 @@ class Recorder:
 
 
 def rules_of(model: nn.Module) -> dict[str, str]:
-    """The word of the model's table for each of its modules."""
+    """The word of the model's table for each of its modules; that of experts for what holds such, and all in it."""
     plan = getattr(model, "tensor_plan", None) or {}
     found = {name: rule_of(plan, name) for name, _ in model.named_modules()}
-    return {name: rule.word if rule is not None else "" for name, rule in found.items()}
+    words = {name: rule.word if rule is not None else "" for name, rule in found.items()}
+    experts = {module for holder in holders_of(model).values() for module in holder.modules()}
+    return words | {name: "experts" for name, module in model.named_modules() if module in experts}
 
 
 def _is_within(name: str, rules: dict[str, str]) -> bool:
@@ -159,8 +163,7 @@ def _is_within(name: str, rules: dict[str, str]) -> bool:
 
 def held(model: nn.Module) -> dict[str, Part]:
     """What this rank holds of a model's parameters and buffers; a shared one has an entry under each of its names."""
-    buffers = ((name, value) for name, value in model.named_buffers() if value.is_floating_point())
-    return parts_of((*model.named_parameters(remove_duplicate=False), *buffers))
+    return parts_of((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
 
 
 def parts_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Part]:
@@ -170,7 +173,7 @@ def parts_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Part]:
 
 @torch.no_grad()
 def _part(value: Tensor) -> Part:
-    local, offset, whole = box_of(value.detach())
+    local, offset, whole = box_of(unpacked(value.detach()))
     return Part(local.cpu().double().numpy().copy(), tuple(offset), tuple(whole))
 
 
@@ -181,7 +184,7 @@ def _tensor_of(output: Any) -> Tensor | None:
     return output if isinstance(output, Tensor) and output.is_floating_point() and output.ndim else None
 
 
-def place_of(parallel: Parallel) -> Place:
+def place_of(parallel: SplitModel) -> Place:
     """Where this rank stands."""
     mesh, strategy = parallel.mesh, parallel.strategy
     if mesh is None:

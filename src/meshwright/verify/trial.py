@@ -18,7 +18,8 @@ from meshwright.parallel.parallelize import check_model
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.training.step import TrainingError
-from meshwright.verify.own_module import OwnLoop, find, language_loss
+from meshwright.verify.narrowing import Narrowing
+from meshwright.verify.own_module import OwnLoop, find
 from meshwright.verify.parity import Case, batch_of, step_of
 from meshwright.verify.record import Part, Recorder, StepTrace, held, place_of
 
@@ -50,6 +51,8 @@ class Record:
     weights: dict[str, Part] = field(default_factory=dict)
     """Parameters and buffers after the last step: what this rank holds of them."""
     trace: StepTrace | None = None
+    narrowing: str = ""
+    """Where a model in float64 rounds to fewer digits by itself, in words."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +68,6 @@ def survey(world: World, place: str, strategy: Strategy, tokens: int) -> int | R
         source = find(place, tokens)
         model = source.build()
         check_model(model, strategy, strategy.world)
-        if strategy.pp > 1 and source.loss is not language_loss:
-            raise UserError(
-                f"pp={strategy.pp}: {place} has a loss of its own, which a pipeline cannot call; leave pp out"
-            )
     except UserError as error:
         return Refusal(str(error))
     return sum(parameter.numel() for parameter in model.parameters())
@@ -97,7 +96,12 @@ def _run(world: World, trial: Trial) -> Record:
     for number in range(trial.steps):
         if recorder is not None:
             recorder.active = number == trial.trace_step
-        loss, norm = engine(number)
+        if number == 0 and trial.precision == "float64" and trial.strategy.world == 1:
+            with Narrowing(engine.model) as narrowing:
+                loss, norm = engine(number)
+            record.narrowing = narrowing.found
+        else:
+            loss, norm = engine(number)
         record.losses.append(loss)
         record.norms.append(norm)
     record.weights = held(engine.model)

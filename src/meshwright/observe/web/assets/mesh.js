@@ -2,10 +2,13 @@
 
 import { bytes } from "./format.js";
 import { Picture, element, shape } from "./draw.js";
+import { holdsSeveral } from "./pipeline.js";
 
 const LEFT = 46;
 const LARGEST = 118;
 const SMALLEST = 13;
+const LETTER = 6.4;
+const LINE = 13;
 const STATES = { alive: "alive", lost: "lost", waiting: "waits for the others", ended: "ended", unknown: "no sign" };
 
 export class Mesh {
@@ -45,7 +48,9 @@ export class Mesh {
       cell = SMALLEST;
       perRow = Math.max(1, Math.floor((room + between) / (together * (cell + 1) - 1 + between))) * together;
     }
-    const tall = Math.min(cell, 46);
+    const spread = this.spread(cell);
+    const lines = Math.max(0, ...this.ranks.map((rank) => this.lines(rank, cell, spread).length));
+    const tall = Math.max(Math.min(cell, 46), lines > 1 ? lines * LINE + 7 : 0);
     const places = new Map();
     const inRow = new Map();
     let bottom = 0;
@@ -61,7 +66,26 @@ export class Mesh {
       places.set(rank.rank, { x, y });
       bottom = Math.max(bottom, y + tall);
     }
-    return { cell, tall, places, bottom, left, pp };
+    return { cell, tall, places, bottom, left, pp, spread };
+  }
+
+  // A rank's place within its row: the axes that are split, but for the stage, which the row tells.
+  place(rank) {
+    return ["dp", "cp", "tp", "ep"].filter((axis) => (this.run.degrees[axis] ?? 1) > 1 && axis in rank.at).map((axis) => `${axis}${rank.at[axis]}`);
+  }
+
+  // How places are written in cells of a width: in one line, an axis a line, or not at all.
+  spread(cell) {
+    const longest = (texts) => Math.max(0, ...texts.map((text) => text.length)) * LETTER + 4;
+    const places = this.ranks.map((rank) => this.place(rank));
+    if (longest(places.map((place) => place.join(" "))) <= cell) return (place) => [place.join(" ")].filter(Boolean);
+    return longest(places.flat()) <= cell ? (place) => place : () => [];
+  }
+
+  // What a cell says: rank, place, memory, as far as there is room.
+  lines(rank, cell, spread) {
+    if (cell < 18) return [];
+    return [String(rank.rank), ...spread(this.place(rank)), cell >= 46 && held(rank) && bytes(held(rank))].filter(Boolean);
   }
 
   draw() {
@@ -78,7 +102,7 @@ export class Mesh {
       const stage = rank.at.pp ?? 0;
       if (shown.pp > 1 && !labelled.has(stage)) {
         labelled.add(stage);
-        picture.drawing.append(shape("text", { x: 0, y: y + shown.tall / 2 + 4 }, `stage ${stage}`));
+        picture.drawing.append(shape("text", { x: 0, y: y + shown.tall / 2 + 4 }, `${holdsSeveral(this.run.pipeline) ? "pp" : "stage"} ${stage}`));
       }
       picture.drawing.append(this.cell(rank, x, y, shown, most));
     }
@@ -88,7 +112,7 @@ export class Mesh {
     this.drawCursor();
   }
 
-  cell(rank, x, y, { cell, tall }, most) {
+  cell(rank, x, y, { cell, tall, spread }, most) {
     const size = held(rank);
     const kind = `cell ${rank.state}${rank.straggler ? " slow" : ""}`;
     const corner = Math.min(6, cell / 5);
@@ -98,12 +122,11 @@ export class Mesh {
       const level = (tall - 3) * Math.min(1, size / most);
       group.append(shape("rect", { class: "level", x: x + 1.5, y: y + tall - 1.5 - level, width: cell - 3, height: level, rx: corner * 0.7 }));
     }
-    if (cell >= 18) {
-      const lost = rank.state === "lost" ? "on-lost" : "strong";
-      const two = cell >= 46 && size;
-      group.append(shape("text", { class: lost, x: x + cell / 2, y: y + tall / 2 + (two ? -2 : 4), "text-anchor": "middle" }, String(rank.rank)));
-      if (two) group.append(shape("text", { class: rank.state === "lost" ? "on-lost" : null, x: x + cell / 2, y: y + tall / 2 + 12, "text-anchor": "middle" }, bytes(size)));
-    }
+    this.lines(rank, cell, spread).forEach((text, line, all) => {
+      const kind = rank.state === "lost" ? "on-lost" : line === 0 ? "strong" : null;
+      const below = tall / 2 + 4 + (line - (all.length - 1) / 2) * LINE;
+      group.append(shape("text", { class: kind, x: x + cell / 2, y: y + below, "text-anchor": "middle" }, text));
+    });
     if (rank.failures && rank.state !== "lost") group.append(shape("circle", { class: "again", cx: x + cell - 5, cy: y + 5, r: Math.min(3, cell / 6) }));
     group.append(shape("title", {}, this.inWords(rank)));
     return group;

@@ -1,4 +1,4 @@
-// The schedule of a pipeline: passes of each stage's rank over time, as simulated and as measured. Gaps are bubbles.
+// The schedule of a pipeline: passes of each of its ranks over time, as simulated and as measured. Gaps are bubbles.
 
 import { percent, seconds } from "./format.js";
 import { Picture, element, scale, shape, swatch, ticks } from "./draw.js";
@@ -6,6 +6,11 @@ import { Picture, element, scale, shape, swatch, ticks } from "./draw.js";
 const LEFT = 58;
 const NAMES = { F: "forward", B: "backward", I: "backward to the input", W: "backward to the weights" };
 const KINDS = { F: "part-forward", B: "part-backward", I: "part-backward", W: "part-weights" };
+
+// Whether ranks of a pipeline hold several stages each.
+export function holdsSeveral(pipeline) {
+  return Boolean(pipeline?.predicted.some((row) => row.some((pass) => pass[1] !== row[0][1])));
+}
 
 export class Pipeline {
   constructor(card) {
@@ -22,8 +27,12 @@ export class Pipeline {
     const pipeline = run.pipeline;
     this.card.hidden = !pipeline;
     if (!pipeline) return;
-    const changed = JSON.stringify(pipeline) !== this.text;
-    this.text = JSON.stringify(pipeline);
+    this.several = holdsSeveral(pipeline);
+    const first = (rank) => !["dp", "cp", "tp"].some((axis) => rank.at[axis]);
+    this.names = pipeline.predicted.map((row, place) => (this.several ? `rank ${run.ranks.find((rank) => first(rank) && rank.at.pp === place)?.rank ?? place}` : `stage ${place}`));
+    const text = JSON.stringify([pipeline, this.names]);
+    const changed = text !== this.text;
+    this.text = text;
     this.pipeline = pipeline;
     this.idle = run.comparison.figures.find((figure) => figure.name === "pipeline bubble");
     const cut = pipeline.drawn < pipeline.micro_batches ? `, the first ${pipeline.drawn} drawn` : "";
@@ -57,6 +66,7 @@ export class Pipeline {
     picture.legend.replaceChildren(
       ...kinds.map((kind) => element("span", {}, swatch(KINDS[kind]), NAMES[kind])),
       element("span", {}, swatch("lane"), "bubble"),
+      ...(this.several ? [element("span", {}, "2:5 is micro-batch 5 in stage 2")] : []),
     );
     picture.describe(halves.map((half) => half.title).join(". "));
     this.drawCursor();
@@ -68,12 +78,13 @@ export class Pipeline {
     const end = Math.max(...half.rows.flatMap((row) => row.map((pass) => pass[4])));
     half.rows.forEach((row, rank) => {
       const y = top + 20 + rank * (tall + 2);
-      drawing.append(shape("text", { x: LEFT - 8, y: y + tall / 2 + 4, "text-anchor": "end" }, tall > 12 || rank % 4 === 0 ? `stage ${rank}` : ""));
+      drawing.append(shape("text", { x: LEFT - 8, y: y + tall / 2 + 4, "text-anchor": "end" }, tall > 12 || rank % 4 === 0 ? this.names[rank] : ""));
       drawing.append(shape("rect", { class: "lane", x: LEFT, y, width: x(end) - LEFT, height: tall, rx: 2 }));
       for (const [kind, stage, micro, start, stop] of row) {
         const wide = Math.max(0.6, x(stop) - x(start));
         drawing.append(shape("rect", { class: `pass ${KINDS[kind]}`, x: x(start), y, width: wide, height: tall, rx: wide > 6 ? 2 : 0 }));
-        if (wide > 15 && tall > 12) drawing.append(shape("text", { class: `on ${KINDS[kind]}`, x: x(start) + wide / 2, y: y + tall / 2 + 3.5, "text-anchor": "middle" }, String(micro)));
+        const label = this.several ? `${stage}:${micro}` : String(micro);
+        if (wide > (this.several ? label.length * 5.4 + 3 : 15) && tall > 12) drawing.append(shape("text", { class: `on ${KINDS[kind]}`, x: x(start) + wide / 2, y: y + tall / 2 + 3.5, "text-anchor": "middle" }, label));
         this.passes.push({ kind, stage, micro, start, stop, rank, which, x: x(start), y, wide, tall });
       }
     });
@@ -103,14 +114,14 @@ export class Pipeline {
     if (!pass) return;
     overlay.append(shape("rect", { class: "current", x: pass.x, y: pass.y, width: Math.max(2, pass.wide), height: pass.tall, rx: 2 }));
     const how = pass.which ? "measured" : "predicted";
-    readout.textContent = `${how}: stage ${pass.stage}, ${NAMES[pass.kind]} of micro-batch ${pass.micro}, ${seconds(pass.stop - pass.start)} from ${seconds(pass.start)}`;
+    readout.textContent = `${how}: ${this.several ? `${this.names[pass.rank]}, ` : ""}stage ${pass.stage}, ${NAMES[pass.kind]} of micro-batch ${pass.micro}, ${seconds(pass.stop - pass.start)} from ${seconds(pass.start)}`;
   }
 
   table() {
     return {
-      columns: ["", "stage", "pass", "micro-batch", "start", "takes"],
-      words: [2],
-      rows: this.passes.slice(0, 600).map((pass) => [pass.which ? "measured" : "predicted", pass.stage, NAMES[pass.kind], pass.micro, seconds(pass.start), seconds(pass.stop - pass.start)]),
+      columns: ["", ...(this.several ? ["on"] : []), "stage", "pass", "micro-batch", "start", "takes"],
+      words: this.several ? [1, 3] : [2],
+      rows: this.passes.slice(0, 600).map((pass) => [pass.which ? "measured" : "predicted", ...(this.several ? [this.names[pass.rank]] : []), pass.stage, NAMES[pass.kind], pass.micro, seconds(pass.start), seconds(pass.stop - pass.start)]),
     };
   }
 }

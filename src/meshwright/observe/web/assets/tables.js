@@ -8,7 +8,6 @@ const LEVELS = {
   spike: "warn", rollback: "warn", resumed: "warn", restarted: "warn", straggler: "warn", retuned: "warn", stopped: "warn",
   checkpoint_fallback: "warn", quarantined: "warn", drain: "warn", finished: "good", straggler_cleared: "good",
 };
-const LEFT_OUT = new Set(["time", "event", "step"]);
 
 export function level(event) {
   return LEVELS[event.event] ?? "";
@@ -71,21 +70,9 @@ export class Events {
 }
 
 function item(event) {
-  const words = eventInWords(event);
   return element("li", { class: level(event) },
     element("time", {}, clock(event.time)),
     element("span", { class: "at" }, Number.isInteger(event.step) ? `step ${event.step}` : ""),
     element("span", { class: "kind" }, inPlainWords(event.event)),
-    words.includes("\n") ? element("pre", { class: "text" }, words) : element("span", { class: "text" }, words));
-}
-
-export function eventInWords(event) {
-  if (event.event === "started" || event.event === "resumed") return `${event.strategy ?? ""} on ${event.ranks ?? "?"} ranks, ${event.device ?? ""}`;
-  if (event.event === "checkpoint") return `${event.path ?? ""}, ${bytes(event.bytes)} in ${seconds(event.seconds)}; training waited ${seconds(event.stalled_s)}`;
-  if (event.event === "failed") return `rank ${event.rank}${event.host ? ` on ${event.host}` : ""}: ${event.cause ?? ""}${event.phase ? `, in ${event.phase}` : ""}`;
-  if (event.event === "restarted") return `generation ${event.generation} on ${event.ranks} ranks after ${seconds(event.restart_s)}; ${event.steps_lost} steps done again`;
-  if (event.event === "straggler") return `rank ${event.rank}${event.host ? ` on ${event.host}` : ""} takes ${number(event.relative, 3)} times as long as the others in ${event.phase}`;
-  if (typeof event.text === "string") return event.text;
-  return Object.entries(event).filter(([name, value]) => !LEFT_OUT.has(name) && value !== null && value !== "")
-    .map(([name, value]) => `${inPlainWords(name)} ${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? number(value) : value}`).join(", ");
+    element(event.words.includes("\n") ? "pre" : "span", { class: "text" }, event.words));
 }
