@@ -1,6 +1,7 @@
-"""A real Slurm on this machine: munge, a controller, and one node of two cores, all in a folder of their own.
+"""A real Slurm on this machine: munge, a controller, and two nodes of two cores, all in a folder of their own.
 
-Needs root and Debian's slurmctld, slurmd, slurm-client and munge, as CI has; nothing listens beyond loopback.
+Needs root and Debian's slurmctld, slurmd, slurm-client and munge, as CI has; nothing listens beyond loopback. A job
+that is put back into the queue waits until its credential has expired: 15 seconds here, two minutes by default.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=15
 CredType=cred/munge
 SlurmctldPort={controller}
 StateSaveLocation={folder}/state
