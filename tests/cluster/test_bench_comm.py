@@ -24,7 +24,8 @@ pytestmark = pytest.mark.alone
 
 MBIT = 200
 WITHIN = 0.15
-QUICK = ("--warm-up", "1", "--iters", "5")
+QUICK = ("--warm-up", "1", "--iters", "12")
+"""Enough that what gloo does by chance, its exchanges in turns or at once, is on average the same."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,10 @@ def test_lines_predict_fresh_measurements_and_plans_use_them(
         expected = [times.seconds(row["bytes"] * bus_factor(operation, ranks)) for row in rows]
         assert median_off(expected, rows) < WITHIN, (line, rows)
         # A link carries no more than it may, whatever is fitted.
-        assert (line["beyond"] or line["bandwidth"]) < 1.1 * MBIT * 1e6 / 8
+        share = (line["beyond"] or line["bandwidth"]) / (MBIT * 1e6 / 8)
+        assert share < 1.1
+        # Both directions at once, which messages that take turns would use by halves.
+        assert operation != "send_receive" or share > 0.75
         if operation == "all_reduce":
             assert [links.all_reduce(Group(ranks, each), row["bytes"]) for row in rows] == pytest.approx(expected)
     after, said = planned(hosts, each)

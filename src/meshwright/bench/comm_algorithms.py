@@ -19,7 +19,7 @@ from meshwright.comm.algorithms import ALGORITHMS, Nodes
 from meshwright.comm.all_reduce import all_reduce, machines_of
 from meshwright.comm.bandwidth import Line
 from meshwright.comm.fitted_line import fit
-from meshwright.comm.transfers import carry
+from meshwright.comm.transfers import exchange
 from meshwright.comm.travel import BACKEND
 from meshwright.parallel.world import World
 
@@ -106,36 +106,35 @@ def nodes_of(world: World, node_size: int | None) -> Nodes:
 
 
 class Around(SendReceive):
-    """Messages around rings of some ranks, all rings at once; who is in none is idle. `far`: of several machines."""
+    """Messages around rings of some ranks, all rings at once; who is in none is idle."""
 
-    def __init__(self, count: int, dtype: torch.dtype, world: World, rings: Nodes, far: bool) -> None:
+    def __init__(self, count: int, dtype: torch.dtype, world: World, rings: Nodes) -> None:
         assert dist.group.WORLD is not None
         super().__init__(count, dtype, world.device, dist.group.WORLD)
         self.ring = next((list(one) for one in rings if world.rank in one and len(one) > 1), [])
-        self.far = self.ring if far else []
 
     def run(self) -> None:
         if self.ring:
             place, ranks = self.ring.index(self.rank), len(self.ring)
             after, before = self.ring[(place + 1) % ranks], self.ring[(place - 1) % ranks]
-            carry([(self.given, after)], [(self.made, before)], self.group, self.far)
+            exchange(self.given, after, self.made, before, self.group).wait()
 
 
 def message_lines(asked: Asked, nodes: Nodes, world: World) -> tuple[Line, Line | None]:
     """Latency and bandwidth of messages inside of machines, and between them where there are several."""
     everyone: Nodes = [range(world.size)]
     if len(nodes) == 1:
-        return _line(asked, everyone, False, world), None
-    across = _line(asked, [[node[0] for node in nodes]], True, world)
-    return (_line(asked, nodes, False, world) if max(map(len, nodes)) > 1 else across), across
+        return _line(asked, everyone, world), None
+    across = _line(asked, [[node[0] for node in nodes]], world)
+    return (_line(asked, nodes, world) if max(map(len, nodes)) > 1 else across), across
 
 
-def _line(asked: Asked, rings: Nodes, far: bool, world: World) -> Line:
+def _line(asked: Asked, rings: Nodes, world: World) -> Line:
     dtype = DTYPES[asked.dtype]
     members = sum(len(one) for one in rings if len(one) > 1)
     points = []
     for size in sorted({*asked.sizes, 8, 1 << 20}):
-        one = Around(max(1, size // dtype.itemsize), dtype, world, rings, far)
+        one = Around(max(1, size // dtype.itemsize), dtype, world, rings)
         # The mean over all ranks, of whom some do nothing.
         seconds = seconds_of(one.run, asked, world)[0] * world.size / members
         points.append((one.given.nbytes, seconds))

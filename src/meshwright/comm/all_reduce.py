@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshwright.comm.algorithms import ALGORITHMS, Nodes
 from meshwright.comm.rounds import Round
-from meshwright.comm.transfers import carry
+from meshwright.comm.transfers import together
 from meshwright.errors import ConfigError
 
 
@@ -31,8 +31,7 @@ def all_reduce(
         raise ConfigError(f"there is no all-reduce called '{algorithm}'; there are {', '.join(ALGORITHMS)}")
     flat = tensor.contiguous().view(-1)
     rounds = ALGORITHMS[algorithm](group.rank(), group.size(), flat.numel(), nodes)
-    near = next((node for node in nodes if group.rank() in node), range(group.size()))
-    sent = run_rounds(flat, rounds, group, far={*range(group.size())} - {*near})
+    sent = run_rounds(flat, rounds, group)
     if not tensor.is_contiguous():
         tensor.copy_(flat.view(tensor.shape))
     return sent
@@ -48,13 +47,8 @@ def machines_of(group: dist.ProcessGroup) -> Nodes:
     return [[rank for rank, one in enumerate(names) if one == name] for name in dict.fromkeys(names)]
 
 
-def run_rounds(
-    flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup, far: Collection[int] = ()
-) -> dict[int, int]:
-    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent, by receiver.
-
-    `far` are the ranks of other machines.
-    """
+def run_rounds(flat: Tensor, rounds: Sequence[Round], group: dist.ProcessGroup) -> dict[int, int]:
+    """Do what a rank has to do, on its numbers in one row; gives the bytes that it has sent, by receiver."""
     sent: dict[int, int] = defaultdict(int)
     room: dict[int, Tensor] = {}
     for one in rounds:
@@ -62,12 +56,11 @@ def run_rounds(
         for place, taken in enumerate(one.receives):
             target = flat[taken.span.start : taken.span.stop]
             arrivals.append(_room(room, place, target) if taken.adds else target)
-        carry(
+        together(
             [(flat[given.span.start : given.span.stop], given.to) for given in one.sends],
             [(arrival, taken.origin) for arrival, taken in zip(arrivals, one.receives, strict=True)],
             group,
-            far,
-        )
+        ).wait()
         for arrival, taken in zip(arrivals, one.receives, strict=True):
             if taken.adds:
                 flat[taken.span.start : taken.span.stop].add_(arrival)

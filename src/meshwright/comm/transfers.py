@@ -7,16 +7,12 @@ to host memory, sent from there, and copied to the GPU where it arrives. NCCL an
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-PIECE, IN_FLIGHT = 256 << 10, 2
-"""Bytes of a piece of a message, and pieces under way to one rank."""
 
 
 @dataclass
@@ -71,70 +67,23 @@ def together(
 ) -> Message:
     """Begin to send to some ranks of the group and to receive from others, all at once."""
     operations, held, arrivals = [], [], []
-    for tensor, to in outgoing:
-        held.append(_outgoing(tensor, group))
-        operations.append(dist.P2POp(dist.isend, held[-1], group=group, group_peer=to))
+    # gloo sends nothing before it is told that somebody waits for it, and tells that behind what it is already sending:
+    # of two ranks that send first, the later one's word comes after all of its message, and they take turns.
     for tensor, origin in incoming:
         where, later = _incoming(tensor, group)
         held.append(where)
         arrivals += later
         operations.append(dist.P2POp(dist.irecv, where, group=group, group_peer=origin))
+    for tensor, to in outgoing:
+        held.append(_outgoing(tensor, group))
+        operations.append(dist.P2POp(dist.isend, held[-1], group=group, group_peer=to))
     return Message(dist.batch_isend_irecv(operations) if operations else [], tuple(held), arrivals)
-
-
-def carry(
-    outgoing: Sequence[tuple[Tensor, int]],
-    incoming: Sequence[tuple[Tensor, int]],
-    group: dist.ProcessGroup,
-    far: Collection[int] = (),
-) -> None:
-    """Send to some ranks of the group, receive from others, and return when all is through; tensors lie in one row.
-
-    gloo finishes what it is writing to a rank before it reads what comes from there: two that send each other more than
-    a socket holds take turns, which on a slow link doubles the time. In pieces both directions are used. They
-    cost more than they save inside a machine: only messages of `far` ranks are cut, whose ends must agree on it.
-    """
-    if not any(other in far and _by_gloo(tensor, group) for tensor, other in (*outgoing, *incoming)):
-        together(outgoing, incoming, group).wait()
-        return
-    works, arrivals = [], []
-    for tensor, origin in incoming:
-        where, later = _incoming(tensor, group)
-        arrivals += later
-        works += [dist.irecv(piece, group=group, group_src=origin) for piece in _pieces(where, origin in far)]
-    queues = [(deque(_pieces(_outgoing(tensor, group), to in far)), to) for tensor, to in outgoing]
-    leaving: dict[int, deque[dist.Work | None]] = {to: deque() for _, to in queues}
-    while queues:
-        for pieces, to in queues:
-            if len(leaving[to]) == IN_FLIGHT:
-                _wait(leaving[to].popleft())
-            leaving[to].append(dist.isend(pieces.popleft(), group=group, group_dst=to))
-        queues = [one for one in queues if one[0]]
-    for work in (*works, *(one for left in leaving.values() for one in left)):
-        _wait(work)
-    for host, target in arrivals:
-        target.copy_(host, non_blocking=True)
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()
-
-
-def _pieces(row: Tensor, cut: bool) -> Sequence[Tensor]:
-    return row.split(max(1, PIECE // row.element_size())) if cut else (row,)
 
 
 def must_stage(backends: str, device_type: str) -> bool:
     """Whether messages go through host memory in a group of such backends ("cpu:gloo,cuda:nccl")."""
     found = dict(pair.split(":") for pair in backends.split(","))
     return device_type != "cpu" and found.get(device_type) == "gloo"
-
-
-def _by_gloo(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """Whether gloo carries it."""
-    found = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return found.get(tensor.device.type) == "gloo"
 
 
 def is_staged(tensor: Tensor, group: dist.ProcessGroup) -> bool:
