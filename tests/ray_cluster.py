@@ -1,4 +1,4 @@
-"""A real Ray on this machine: a head node of three CPUs that listens on loopback alone and asks for a token."""
+"""Real Rays on this machine, which listen on loopback alone and ask for a token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -23,19 +24,11 @@ CPUS = 3
 
 @contextmanager
 def ray_cluster() -> Iterator[dict[str, str]]:
-    """Gives the variables with which its users find it: RAY_ADDRESS to join it, JOBS for its job API."""
+    """Three CPUs. Gives the variables with which its users find it: RAY_ADDRESS to join it, JOBS for its job API."""
     # Sockets are in there, whose names may not be long.
     folder = Path(tempfile.mkdtemp(prefix="mw-ray-", dir="/tmp"))
     gcs, dashboard, agent, client = free_ports(4)
-    variables = {
-        "HOME": str(folder),
-        "RAY_TMPDIR": str(folder),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": "5" * 64,
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "OMP_NUM_THREADS": "1",
-    }
+    variables = _variables(folder)
     options = [
         "--num-cpus",
         str(CPUS),
@@ -54,13 +47,56 @@ def ray_cluster() -> Iterator[dict[str, str]]:
         _until_it_answers(f"http://127.0.0.1:{dashboard}", head, folder / "log")
         yield {**variables, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "JOBS": f"http://127.0.0.1:{dashboard}"}
     finally:
-        # Nobody is to save anything any more.
-        whole = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
-        for process in whole:
-            process.kill()
-        head.wait(30)
-        psutil.wait_procs(whole, timeout=20)
+        _kill(head)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def growing_ray() -> Iterator[tuple[dict[str, str], Callable[[], None]]]:
+    """A Ray of one CPU: gives its variables, and what adds a node of another CPU."""
+    folder = Path(tempfile.mkdtemp(prefix="mw-ray-", dir="/tmp"))
+    variables = {**_variables(folder), "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "tests.cluster.ray_nodes"]
+    nodes = subprocess.Popen(
+        command, env={**os.environ, **variables}, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert nodes.stdin is not None
+    assert nodes.stdout is not None
+    given, told = nodes.stdin, nodes.stdout
+
+    def grow() -> None:
+        given.write("\n")
+        given.flush()
+        assert told.readline() == "two\n"
+
+    try:
+        yield {**variables, "RAY_ADDRESS": told.readline().strip()}, grow
+    finally:
+        _kill(nodes)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    """What keeps Ray in a folder and on loopback."""
+    return {
+        "HOME": str(folder),
+        "RAY_TMPDIR": str(folder),
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "5" * 64,
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _kill(started: subprocess.Popen[Any]) -> None:
+    """With all that it has started; nobody is to save anything any more."""
+    whole = [psutil.Process(started.pid), *psutil.Process(started.pid).children(recursive=True)]
+    for process in whole:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    started.wait(30)
+    psutil.wait_procs(whole, timeout=20)
 
 
 def _until_it_answers(address: str, head: subprocess.Popen[bytes], log: Path) -> None:

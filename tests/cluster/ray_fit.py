@@ -14,6 +14,7 @@ from ray.train import UserCallback
 
 from meshwright.config_load import resolve_config
 from meshwright.launch.ray import fit
+from meshwright.launch.ray_driver import Workers
 
 
 class Steps(UserCallback):
@@ -31,7 +32,8 @@ def main(least: str, most: str, storage: str, *settings: str) -> None:
     """Train."""
     ray.init(log_to_driver=True)
     config = resolve_config(None, list(settings)).config
-    result = fit(config, (int(least), int(most)), storage_path=storage, callbacks=[Steps(f"{config.run.dir}.reports")])
+    workers = Workers(int(least), int(most), look_s=2.0)
+    result = fit(config, workers, storage_path=storage, callbacks=[Steps(f"{config.run.dir}.reports")])
     kept = [[checkpoint.path, metrics] for checkpoint, metrics in result.best_checkpoints]
     found = {"metrics": result.metrics, "path": result.path, "checkpoint": result.checkpoint.path, "kept": kept}
     print("RESULT " + json.dumps(found), flush=True)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.conftest import CommandLine
 from tests.e2e.trainings import events, metrics
-from tests.ray_cluster import ray_cluster
+from tests.ray_cluster import growing_ray, ray_cluster
 
 STEPS = 60
 
@@ -49,6 +49,42 @@ def _pid_of(run: Path, rank: int) -> int:
     return next(int(found["pid"]) for line in reversed(lines) if (found := json.loads(line))["kind"] == "rank")
 
 
+def _fit(cluster: dict[str, str], folder: Path, *words: str) -> subprocess.Popen[bytes]:
+    """`tests.cluster.ray_fit`; what it says is in the folder's log."""
+    with (folder / "log").open("wb") as log:
+        environment = {**os.environ, **cluster, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = [sys.executable, "-m", "tests.cluster.ray_fit", *words]
+        return subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=log)
+
+
+@heavy
+def test_workers_that_join_later_take_part_and_each_step_is_done_once(tiny_run: list[str], tmp_path: Path) -> None:
+    settings = [*tiny_run, "train.steps=9000", "checkpoint.every=50", "run.device=cpu"]
+    run = tmp_path / "grown"
+
+    def told() -> str:
+        return (tmp_path / "log").read_text()[-6000:]
+
+    def ranks() -> list[int]:
+        return [event["ranks"] for event in events(run) if "ranks" in event] if run.exists() else []
+
+    with growing_ray() as (cluster, grow):
+        fit = _fit(cluster, tmp_path, "1", "2", str(tmp_path / "storage"), *settings, f"run.dir={run}")
+        _until(lambda: _steps(run) >= 60 or fit.poll() is not None, told)
+        assert ranks() == [1], told()
+        grow()
+        _until(lambda: 2 in ranks() or fit.poll() is not None, told)
+        assert ranks() == [1, 2], told()
+        resumed = next(event["step"] for event in events(run) if event["event"] == "resumed")
+        _until(lambda: _steps(run) >= resumed + 30 or fit.poll() is not None, told)
+        assert fit.poll() is None, told()
+        fit.kill()
+        fit.wait(30)
+    assert resumed >= 50
+    assert resumed % 50 == 0, "it goes on from a checkpoint"
+    assert [row["step"] for row in metrics(run)] == list(range(1, _steps(run) + 1))
+
+
 @heavy
 def test_a_killed_worker_is_started_again_and_the_run_is_that_of_one_without_a_kill(
     meshwright: CommandLine, cluster: dict[str, str], tiny_run: list[str], tmp_path: Path
@@ -57,12 +93,8 @@ def test_a_killed_worker_is_started_again_and_the_run_is_that_of_one_without_a_k
     settings += ["observe.log_every=5", "checkpoint.cpu_share=1", "parallel.strategy=dp=2", "checkpoint.keep=2"]
     run, storage = tmp_path / "killed", tmp_path / "storage"
     storage.mkdir()
-    command = [sys.executable, "-m", "tests.cluster.ray_fit", "2", "3", str(storage), *settings, f"run.dir={run}"]
     # Three workers cannot share a batch of eight: the third one stays idle and takes part in reports.
-    with (tmp_path / "log").open("wb") as log:
-        found_there = {"PYTHONPATH": str(Path(__file__).parents[2])}
-        environment = {**os.environ, **cluster, **found_there}
-        fit = subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=log, stderr=log)
+    fit = _fit(cluster, tmp_path, "2", "3", str(storage), *settings, f"run.dir={run}")
 
     def told() -> str:
         return (tmp_path / "log").read_text()[-6000:]

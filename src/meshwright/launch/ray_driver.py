@@ -56,6 +56,8 @@ class Workers:
     cpus: float = 1.0
     """For each worker, as Ray counts them."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    look_s: float = 60.0
+    """With a range, how often Ray looks whether it could have more of them."""
 
     @property
     def count(self) -> int | tuple[int, int]:
@@ -66,7 +68,12 @@ class Workers:
     def scaling(self) -> ScalingConfig:
         """As Ray takes it."""
         resources = {"CPU": self.cpus, **({"GPU": 1.0} if self.gpus else {})}
-        return ScalingConfig(num_workers=self.count, use_gpu=bool(self.gpus), resources_per_worker=resources)
+        return ScalingConfig(
+            num_workers=self.count,
+            use_gpu=bool(self.gpus),
+            resources_per_worker=resources,
+            elastic_resize_monitor_interval_s=self.look_s,
+        )
 
     def settled(self, config: RunConfig) -> Workers:
         """With what the cluster has."""
