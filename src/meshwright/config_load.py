@@ -99,6 +99,8 @@ class _Place:
         self._degrees: dict[str, str] = {}
         self._said: dict[str, dict[str, tuple[Any, Any]]] = {}
         """For each setting, and each word of the strategy, its names, and the value there and here."""
+        self._ruled_out: list[str] = []
+        """Precisions."""
 
     def put(self, tree: Tree) -> None:
         """Take settings in."""
@@ -139,6 +141,8 @@ class _Place:
         if found.setting:
             _merge(self._tree, nested({found.setting: found.value}), {}, str)
             self._say(found.setting, name, value, found.value)
+        else:
+            self._ruled_out.append(name)
 
     def _say(self, setting: str, name: str, given: Any, value: Any) -> None:
         self._said.setdefault(setting, {})[name] = given, value
@@ -156,6 +160,7 @@ class _Place:
                     self._say(key, f"{STRATEGY}: {key}", value, value)
             section["strategy"] = text
         self._refuse_contradictions()
+        self._refuse_what_is_ruled_out(before)
         if not self._degrees or not isinstance(section, dict):
             return self._tree
         below = before.get("parallel", {})
@@ -167,6 +172,16 @@ class _Place:
         asked, notes = in_our_words(" ".join([*(kept if kept != [AUTO] else []), *degrees]))
         self._notes += notes
         return {**self._tree, "parallel": {**section, "strategy": asked or "dp=auto"}}
+
+    def _refuse_what_is_ruled_out(self, before: Tree) -> None:
+        """`bf16=false` over a precision of bf16 does not say which other one is meant."""
+        sections = [self._tree.get("train", {}), before.get("train", {})]
+        precision = next((one["precision"] for one in sections if isinstance(one, dict) and "precision" in one), None)
+        if precision in self._ruled_out:
+            raise ConfigError(
+                f"{self._place}: {precision}=false, and train.precision is {precision}; say what it is to be, such as "
+                "train.precision=float32"
+            )
 
     def _refuse_contradictions(self) -> None:
         complaints = []

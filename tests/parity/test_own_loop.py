@@ -235,3 +235,11 @@ def test_parameter_without_dimensions_is_refused_by_name(monkeypatch: pytest.Mon
     for zero in (1, 2, 3):
         with pytest.raises(ConfigError, match=r"and factor has none; give it the shape \(1,\), or use zero=0"):
             mw.parallelize(Scalar(), f"dp=2 zero={zero}")
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_parameter_that_does_not_lie_in_one_row_is_refused_by_name(zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = nn.Sequential(nn.Conv2d(3, 6, 3)).to(memory_format=torch.channels_last)
+    with pytest.raises(ConfigError, match=r"0\.weight does not .*make it \.contiguous\(\) .*or use zero=0 or 1"):
+        mw.parallelize(model, f"dp=2 zero={zero}")

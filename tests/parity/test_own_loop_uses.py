@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,75 @@ def test_a_sampler_of_an_evaluation_is_not_in_the_way() -> None:
         model.step(optimizer)
         assert len(list(DataLoader(images(8), batch_sampler=evaluation))) == 2
         assert (training.position, evaluation.position) == (min(4 * step + 4, 22), 0)
+
+
+class Called(nn.Module):
+    """A model that loops call in their own ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 5)
+
+    def forward(self, *given: Any, pictures: Any = None) -> Tensor:
+        x = given[-1] if given else pictures
+        if isinstance(x, dict):
+            x = x["pictures"][0]
+        if x.ndim == 3:
+            x = x[0] + x[1]
+        return self.layer(x.flatten(1)[:, :12])
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "nested": lambda model, x: model({"pictures": [x]}),
+    "by name": lambda model, x: model(pictures=x),
+    "a tensor of something else first": lambda model, x: model(torch.ones(4), x),
+    "rows of time first, and whose": lambda model, x: model(x, torch.stack([x.flatten(1)] * 2)),
+    "twice as many rows": lambda model, x: model(torch.cat([x, x]))[: len(x)],
+    "another pass between": lambda model, x: (model(x), model.eval_of(x[:1]))[0],
+}
+
+
+def train_called(world: World, way: str, strategy: str) -> list[float]:
+    """Losses and norms; the last batch of an epoch has five samples, which two ranks share as three and two."""
+    torch.manual_seed(0)
+    parallel = mw.parallelize(Called().double(), strategy)
+    parallel.module.eval_of = torch.no_grad()(parallel)
+    optimizer = parallel.optimizer(torch.optim.SGD, lr=0.1)
+    sampler = parallel.batch_sampler(images(21), 8)
+    found = []
+    for pictures, labels in DataLoader(images(21), batch_sampler=sampler):
+        loss = parallel.backward(F.cross_entropy(WAYS[way](parallel, pictures), labels))
+        found += [float(loss), float(parallel.step(optimizer))]
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_weighs_by_its_samples_however_the_model_was_called(way: str, pool: RankPool) -> None:
+    (expected,) = pool.run(train_called, 1, way, "dp=1")
+    for found in pool.run(train_called, 2, way, "dp=2"):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def call_without_a_sampler(world: World, way: str) -> str:
+    parallel = mw.parallelize(Called().double(), "dp=2")
+    pictures, labels = images(4).tensors
+    with pytest.raises(UserError) as refused:
+        parallel.backward(F.cross_entropy(WAYS[way](parallel, pictures[:3]), labels[:3]))
+    return str(refused.value)
+
+
+def test_a_loss_of_nobody_knows_how_many_samples_is_refused(pool: RankPool) -> None:
+    told = pool.run(call_without_a_sampler, 2, "a tensor of something else first")
+    assert all("called with tensors of 3, 4 rows: of how many" in one and "micro_steps" in one for one in told)
+
+
+def test_a_loss_of_other_rows_than_the_batch_has_samples_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = mw.parallelize(Called().double(), "dp=1")
+    pictures, labels = next(iter(DataLoader(images(8), batch_sampler=parallel.batch_sampler(images(8), 6))))
+    loss = F.cross_entropy(parallel(pictures[:4]), labels[:4])
+    monkeypatch.setattr(parallel, "strategy", mw.Strategy.parse("dp=2", 2))
+    with pytest.raises(UserError, match="tensors of 4 rows, and the batch in hand has 6 samples on this rank"):
+        parallel.backward(loss)
 
 
 class Lars(torch.optim.SGD):

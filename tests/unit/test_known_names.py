@@ -87,6 +87,17 @@ def test_settings_of_others_are_taken_with_a_note(overrides: list[str], settings
     assert found.notes
 
 
+def test_a_precision_that_is_ruled_out_does_not_stay(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nprecision = 'bf16'\n")
+    with pytest.raises(
+        ConfigError, match="command line: bf16=false, and train.precision is bf16; say what it is to be"
+    ):
+        resolve_config(tmp_path / "run.toml", ["bf16=false"])
+    assert resolve_config(tmp_path / "run.toml", ["fp16=false"]).config.train.precision == "bf16"
+    found = resolve_config(tmp_path / "run.toml", ["bf16=false", "train.precision=float32"])
+    assert found.config.train.precision == "float32"
+
+
 def test_run_file_may_have_them(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("tp_size = 2\n[train]\nlearning_rate = 1e-3\n[parallel]\nstrategy = 'zero=1'\n")
     found = resolve_config(tmp_path / "run.toml")

@@ -98,14 +98,18 @@ class BatchSampler(Sampler[list[int]]):
         turns = places % self._strategy.all_shares
         return places[(turns >= self._own.start) & (turns < self._own.stop)]
 
-    def cuts(self, ahead: int, samples: int, micro_steps: int) -> list[int] | None:
-        """Where this rank's samples of the batch so many behind the position are cut into micro-batches.
+    def _batch(self, ahead: int) -> int:
+        """Samples of all ranks in the batch so many behind the position."""
+        return max(0, min(self.batch_size, self._end - self.position - ahead * self.batch_size))
 
-        None where the batch in hand, of so many samples here, cannot be that one.
-        """
-        first = self.position + ahead * self.batch_size
-        whole = min(self.batch_size, self._end - first)
-        mine = self._own_places(max(whole, 0))
+    def samples(self, ahead: int) -> int | None:
+        """This rank's samples of the batch so many behind the position; None where no such batch was asked for."""
+        return len(self._own_places(self._batch(ahead))) or None if self.begun else None
+
+    def cuts(self, ahead: int, samples: int, micro_steps: int) -> list[int] | None:
+        """Where they are cut into micro-batches; None where the batch in hand, of so many here, cannot be that one."""
+        whole = self._batch(ahead)
+        mine = self._own_places(whole)
         if not self.begun or len(mine) != samples:
             return None
         return np.searchsorted(mine, cut_evenly(whole, micro_steps)).tolist()

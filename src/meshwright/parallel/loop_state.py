@@ -31,8 +31,7 @@ class LoopState:
         if sampler is not None:
             return sampler
         begun = [one for one in self.samplers if one.begun]
-        # One that has given all of an epoch, of which nothing was learned, has served for evaluation.
-        using = [one for one in begun if not (one.exhausted and one.position == 0)] or begun
+        using = [one for one in begun if not _has_evaluated(one)] or begun
         if len(using) > 1:
             raise UserError(
                 f"{len(using)} samplers are in use, and whose batch this is cannot be told; "
@@ -44,6 +43,10 @@ class LoopState:
         """Where the batch in hand, of so many samples of this rank, is cut into micro-batches."""
         known = None if whose is None else whose.cuts(self._learned[whose], samples, micro_steps)
         return cut_evenly(samples, micro_steps) if known is None else known
+
+    def in_hand(self, whose: BatchSampler | None) -> int | None:
+        """Samples of this rank in the batch that a sampler's loop is at; None where there is none."""
+        return None if whose is None or _has_evaluated(whose) else whose.samples(self._learned[whose])
 
     def begin_pass(self) -> None:
         """A forward pass: gradients of another step may follow."""
@@ -68,3 +71,8 @@ class LoopState:
         self._learned.clear()
         self._passes = False
         self.steps += 1
+
+
+def _has_evaluated(sampler: BatchSampler) -> bool:
+    """One that has given all of an epoch, of which nothing was learned."""
+    return sampler.exhausted and sampler.position == 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import UserError
 from meshwright.parallel.batch_sampler import BatchSampler
@@ -37,8 +38,8 @@ _OF_A_PART = {
 class Parallel(SplitModel):
     """A model under a strategy, as `parallelize` gives it."""
 
-    _rows: int | None = None
-    """Samples of the last forward pass."""
+    _rows: frozenset[int] = frozenset()
+    """First dimensions of the tensors that the last forward pass with gradients was given."""
 
     @cached_property
     def loop(self) -> LoopState:
@@ -47,8 +48,9 @@ class Parallel(SplitModel):
 
     def __call__(self, *inputs: Any, **options: Any) -> Tensor:
         """The forward pass of this rank's samples, whole on every rank; what comes out is that of its own tokens."""
-        tensors = (one for one in (*inputs, *options.values()) if isinstance(one, Tensor) and one.ndim)
-        self._rows = next((len(one) for one in tensors), None)
+        if torch.is_grad_enabled():
+            leaves = tree_leaves((inputs, options))
+            self._rows = frozenset(len(one) for one in leaves if isinstance(one, Tensor) and one.ndim)
         self.loop.begin_pass()
         return super().__call__(*inputs, **options)
 
@@ -103,8 +105,27 @@ class Parallel(SplitModel):
             )
         if batch or micro_steps != 1:
             raise ValueError("a loss that is computed already takes no batch and no micro_steps; give a function")
+        samples = self._samples(whose)
         self.loop.learn(whose)
-        return backward_of(self, loss, self._rows or self.strategy.data_shares[self.data_rank])
+        return backward_of(self, loss, samples)
+
+    def _samples(self, whose: BatchSampler | None) -> int:
+        """Of how many samples of this rank a loss is the mean that was computed already."""
+        if self.strategy.dp == 1:
+            return 1
+        known = self.loop.in_hand(whose)
+        if known is None and len(self._rows) == 1:
+            return next(iter(self._rows))
+        # A sample may have several rows.
+        if known is not None and (not self._rows or any(rows % known == 0 for rows in self._rows)):
+            return known
+        shown = f"tensors of {', '.join(map(str, sorted(self._rows)))} rows" if self._rows else "no tensor"
+        batch = "" if known is None else f", and the batch in hand has {known} samples on this rank"
+        raise UserError(
+            f"the model was called with {shown}{batch}: of how many samples this loss is the mean cannot be told; use "
+            "parallel.backward(loss_of, *batch) with loss_of(model, *batch), whose tensors have the samples as their "
+            "first dimension, and micro_steps for parts of a batch"
+        )
 
     def step(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], clip: float = 0.0) -> Tensor:
         """Update the weights by gradients that are clipped to a norm of `clip` (0: as they are), and drop these.

@@ -213,6 +213,12 @@ def check_model(model: nn.Module, strategy: Strategy, world: int) -> None:
             f"zero={strategy.zero} cuts parameters along their first dimension, and {scalar} has none; "
             "give it the shape (1,), or use zero=0"
         )
+    turned = next((name for name, one in model.named_parameters() if not one.is_contiguous()), None)
+    if turned is not None and strategy.zero >= 2 and strategy.dp * strategy.cp > 1:
+        raise ConfigError(
+            f"zero={strategy.zero} cuts parameters that lie in one row, and {turned} does not (channels_last, or a "
+            "transposed view); make it .contiguous() before parallelize, or use zero=0 or 1"
+        )
     if strategy.tp > 1:
         tensor.check(model, strategy.tp)
     if strategy.cp > 1:
