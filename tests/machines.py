@@ -17,6 +17,8 @@ from meshwright.cluster.nvml import NvmlGpu
 from meshwright.cluster.sysfs import read_hardware
 
 GiB = 2**30
+INTEL = ("GenuineIntel", "Intel(R) Xeon(R) Platinum 8480C")
+EPYC = ("AuthenticAMD", "AMD EPYC 9554 64-Core Processor")
 
 
 @dataclass
@@ -40,11 +42,18 @@ class Machine:
         place.symlink_to(os.path.relpath(self.root / target, place.parent))
 
     def system(
-        self, sockets: int = 1, *, cores: int = 8, gib: int = 64, virtual: bool = False, maker: str = ""
+        self,
+        sockets: int = 1,
+        *,
+        cores: int = 8,
+        gib: int = 64,
+        virtual: bool = False,
+        maker: str = "",
+        processor: tuple[str, str] = INTEL,
     ) -> None:
         """Processors, memory and NUMA nodes."""
         flags = "fpu sse2 hypervisor" if virtual else "fpu sse2"
-        one = f"model name\t: Intel(R) Xeon(R) Platinum 8480C\nflags\t\t: {flags}\n"
+        one = f"vendor_id\t: {processor[0]}\nmodel name\t: {processor[1]}\nflags\t\t: {flags}\n"
         self.write("proc/cpuinfo", "\n".join(f"processor\t: {core}\n{one}" for core in range(cores)))
         self.write("proc/meminfo", f"MemTotal:       {gib * 2**20} kB")
         self.write("proc/sys/kernel/osrelease", "6.8.0-60-generic")
@@ -305,6 +314,22 @@ def bonded(root: Path) -> Machine:
     folder = machine.net("br-5f1c0a", "172.18.0.1/16", mbit_s=10000, uevent="DEVTYPE=bridge")
     machine.write(f"{folder}/bridge/bridge_id", "8000.0243")
     machine.net("veth1a2b3c", "", mbit_s=10000)
+    return machine
+
+
+def pair(root: Path, processor: tuple[str, str] = INTEL, gpus: int = 2) -> Machine:
+    """A workstation: GPUs without NVLinks, each in a slot of the processor's own."""
+    machine = Machine(root)
+    machine.system(1, cores=32, gib=256, processor=processor)
+    machine.loopback()
+    places = [
+        f"pci0000:{0x40 + 0x10 * i:02x}/0000:{0x40 + 0x10 * i:02x}:01.0/0000:{0x41 + 0x10 * i:02x}:00.0"
+        for i in range(gpus)
+    ]
+    for place in places:
+        machine.gpu(place, 0)
+    machine.nvml = tuple(NvmlGpu(i, _address(place), "NVIDIA RTX A5000", 24 * GiB) for i, place in enumerate(places))
+    machine.card("eno1", "10.0.0.31/24", "pci0000:00/0000:00:02.0/0000:08:00.0", 0, 10000, default=True)
     return machine
 
 

@@ -40,6 +40,25 @@ def test_a_machine_of_eight_gpus_and_rails_is_read_whole(tmp_path: Path) -> None
     assert (route.default_route, route.mbit_s, route.addresses) == (True, 10000, ("10.0.0.11",))
 
 
+@pytest.mark.parametrize(
+    ("cpuinfo", "maker"),
+    [
+        ("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC 7763 64-Core Processor\n", "AuthenticAMD"),
+        ("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Gold 6430\n", "GenuineIntel"),
+        ("processor\t: 0\nBogoMIPS\t: 2000.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n", "ARM"),
+        ("processor\t: 0\ncpu\t\t: POWER9\n", ""),
+        (None, ""),
+    ],
+)
+def test_a_processor_s_maker_is_read_or_not_known(cpuinfo: str | None, maker: str, tmp_path: Path) -> None:
+    machine = laptop(tmp_path)
+    if cpuinfo is None:
+        (tmp_path / "proc/cpuinfo").unlink()
+    else:
+        machine.write("proc/cpuinfo", cpuinfo)
+    assert machine.hardware().processor_maker == maker
+
+
 def test_distances_follow_switches_roots_and_numa_nodes(tmp_path: Path) -> None:
     found = dgx(tmp_path).hardware()
     ports = {port.device: port.address for port in found.rdma}

@@ -44,7 +44,7 @@ def show(hardware: Hardware, recorded: bool = False) -> None:
 
 def as_json(hardware: Hardware, recorded: bool = False) -> dict[str, Any]:
     """As plain data: all devices, and what lies between GPUs, and between GPUs and ports."""
-    addresses = {**{gpu.address: _gpu_name(gpu) for gpu in hardware.gpus}}
+    addresses = {**{gpu.address: gpu.label for gpu in hardware.gpus}}
     addresses |= {port.address: port.device for port in hardware.rdma if port.address}
     between = {
         name: {gpu.address: _between(hardware, address, gpu) for gpu in hardware.gpus if gpu.address != address}
@@ -101,15 +101,11 @@ def expand_nodes(text: str) -> list[str]:
     return found[:_MOST_NODES]
 
 
-def _gpu_name(gpu: Gpu) -> str:
-    return f"GPU{gpu.index}" if gpu.index is not None else f"GPU {gpu.address}"
-
-
 def _tree(out: Console, hardware: Hardware) -> None:
     rows: dict[int | None, list[tuple[str, str]]] = {}
     for gpu in hardware.gpus:
         memory = f", {gpu.memory_bytes / 2**30:.0f} GiB" if gpu.memory_bytes else ""
-        rows.setdefault(gpu.numa, []).append((gpu.address, f"{_gpu_name(gpu)}  {gpu.name or 'NVIDIA GPU'}{memory}"))
+        rows.setdefault(gpu.numa, []).append((gpu.address, f"{gpu.label}  {gpu.name or 'NVIDIA GPU'}{memory}"))
     for port in hardware.rdma:
         rows.setdefault(port.numa, []).append((port.address, f"{port.device}  {_port(port)}"))
     rdma = {port.address for port in hardware.rdma}
@@ -164,9 +160,9 @@ def _links(out: Console, hardware: Hardware) -> None:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("")
     for gpu in hardware.gpus:
-        table.add_column(_gpu_name(gpu) if gpu.index is not None else gpu.address[5:7], no_wrap=True)
+        table.add_column(gpu.label if gpu.index is not None else gpu.address[5:7], no_wrap=True)
     used: set[Distance] = set()
-    for name, address in [(_gpu_name(gpu), gpu.address) for gpu in hardware.gpus] + [
+    for name, address in [(gpu.label, gpu.address) for gpu in hardware.gpus] + [
         (port.device, port.address) for port in ports
     ]:
         cells = [_between(hardware, address, gpu) for gpu in hardware.gpus]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 NVIDIA = "0x10de"
+AMD, ARM = "AuthenticAMD", "ARM"
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 ROCE_V1, ROCE_V2 = "RoCE v1", "RoCE v2"
 
@@ -91,6 +92,11 @@ class Gpu:
     """Whether they lead to NVSwitches, and so to all other GPUs that have it so."""
     peers: tuple[str, ...] = ()
     """Addresses of GPUs at the other end of its links."""
+
+    @property
+    def label(self) -> str:
+        """Short, and the same in everything that is shown."""
+        return f"GPU{self.index}" if self.index is not None else f"GPU {self.address}"
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,8 @@ class Hardware:
     virtual: bool = False
     """Whether it is a virtual machine, which may see another PCIe tree than there is."""
     processor: str = ""
+    processor_maker: str = ""
+    """As x86 processors say: GenuineIntel, AuthenticAMD; ARM for all of that kind; empty where it is not known."""
     cores: int = 0
     memory_bytes: int = 0
     numa: tuple[NumaNode, ...] = ()

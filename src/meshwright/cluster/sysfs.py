@@ -11,7 +11,7 @@ import re
 import socket
 from pathlib import Path
 
-from meshwright.cluster.hardware import Gid, Gpu, Hardware, NumaNode, PciDevice, RdmaPort
+from meshwright.cluster.hardware import ARM, Gid, Gpu, Hardware, NumaNode, PciDevice, RdmaPort
 from meshwright.cluster.network import read_interfaces
 from meshwright.cluster.nvml import NvmlGpu, ask_nvml, recorded_nvml, with_nvml
 from meshwright.cluster.tree import Tree
@@ -60,6 +60,7 @@ def read_hardware(root: Path = Path("/"), nvml: tuple[NvmlGpu, ...] | None = Non
         product=tree.text("sys/class/dmi/id/product_name") or "",
         virtual=re.search(r"^flags\s*:.*\bhypervisor\b", processors, re.MULTILINE) is not None,
         processor=_after(processors, r"^model name\s*:\s*(.+)$"),
+        processor_maker=_maker(processors),
         cores=len(re.findall(r"^processor\s*:", processors, re.MULTILINE)) or (here and os.cpu_count()) or 0,
         memory_bytes=_kibibytes(tree.text("proc/meminfo") or ""),
         numa=_numa(tree),
@@ -80,6 +81,11 @@ def read_hardware(root: Path = Path("/"), nvml: tuple[NvmlGpu, ...] | None = Non
 def _after(text: str, pattern: str) -> str:
     found = re.search(pattern, text, re.MULTILINE)
     return found[1].strip() if found else ""
+
+
+def _maker(cpuinfo: str) -> str:
+    arm = re.search(r"^CPU implementer\s*:", cpuinfo, re.MULTILINE) is not None
+    return ARM if arm else _after(cpuinfo, r"^vendor_id\s*:\s*(.+)$")
 
 
 def _kibibytes(meminfo: str) -> int:
