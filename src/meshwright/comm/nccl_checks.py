@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from meshwright.cluster.hardware import Hardware
+from meshwright.comm.nccl_levels import OLD_LEVELS, check_p2p_level
 from meshwright.comm.nccl_network_checks import check_network
 from meshwright.comm.nccl_profile import Exists, Finding, Level
 from meshwright.comm.nccl_variables import (
@@ -28,8 +29,7 @@ MOST_SOCKETS = 64
 _THREADS = range(64, 513, 32)
 _LISTS = ("NCCL_DEBUG_SUBSYS",)
 _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
-_MOST_LEVEL = 5
-"""The last one that a number stands for."""
+_MOST_LEVEL = len(OLD_LEVELS) - 1
 _CHOSEN = ("NCCL_ALGO", "NCCL_PROTO")
 
 
@@ -123,18 +123,8 @@ def _chosen(value: str) -> list[str]:
 def _between_gpus(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Finding]:
     if len(hardware.gpus) < 2:
         return
-    level = values.get("NCCL_P2P_LEVEL", "")
+    yield from check_p2p_level(hardware, values)
     disabled = number_in(values.get("NCCL_P2P_DISABLE", "")) == 1
-    if disabled or level in ("LOC", "0"):
-        name = "NCCL_P2P_DISABLE" if disabled else "NCCL_P2P_LEVEL"
-        linked = [gpu for gpu in hardware.gpus if gpu.links]
-        text = f"{len(hardware.gpus)} GPUs may not reach each other directly"
-        cost = "all that they exchange is copied through host memory"
-        if linked:
-            gpu = linked[0]
-            speed = f" of {gpu.links * gpu.link_gb_s:.0f} GB/s each way" if gpu.link_gb_s else ""
-            cost += f", and {gpu.links} NVLinks for each GPU{speed} carry nothing"
-        yield Finding(Level.WARNING, name, text, cost, f"unset {name}")
     if number_in(values.get("NCCL_SHM_DISABLE", "")) == 1:
         cost = "GPUs without a direct path talk over the network card, also within this machine"
         if hardware.all_linked and not disabled:

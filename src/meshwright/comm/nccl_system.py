@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from meshwright.cluster.hardware import Hardware, RdmaPort, rates
+from meshwright.comm.nccl_levels import check_gdr_level
 from meshwright.comm.nccl_network_checks import instead_of_rdma
 from meshwright.comm.nccl_profile import Finding, Level
 from meshwright.comm.nccl_selection import fabric_ports, rdma_ports
@@ -71,10 +72,7 @@ def _gpu_memory(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Findi
         text = "nvidia_peermem is not loaded, and the driver's modules do not offer DMA-BUF"
         remedy = "modprobe nvidia_peermem, or the open kernel modules of the driver"
         yield Finding(Level.WARNING, "GPUDirect", text, cost, remedy)
-    level = values.get("NCCL_NET_GDR_LEVEL", "")
-    if level in ("LOC", "0"):
-        cost = "what goes between machines is copied through host memory first"
-        yield Finding(Level.WARNING, "NCCL_NET_GDR_LEVEL", "GPUDirect RDMA is switched off", cost, "unset it")
+    yield from check_gdr_level(hardware, values)
 
 
 def _translated(hardware: Hardware) -> Iterator[Finding]:
