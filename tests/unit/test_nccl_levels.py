@@ -46,6 +46,15 @@ def mixed(root: Path) -> Hardware:
     return machine.hardware()
 
 
+def superchips(root: Path) -> Machine:
+    """GPUs with NVLink-C2C to their processor, and a port on that processor."""
+    machine = pair(root)
+    machine.rdma("mlx5_0", "pci0000:80/0000:80:01.0/0000:81:00.0", 0)
+    machine.write("sys/module/nvidia_peermem/version", "550.54.15")
+    machine.nvml = tuple(NvmlGpu(i, f"0000:{0x41 + 16 * i:02x}:00.0", "NVIDIA GH200 480GB", 96 * GiB) for i in range(2))
+    return machine
+
+
 @pytest.mark.parametrize("level", ["LOC", "0", "NVL", "NVB", "C2C"])
 def test_a_level_nearer_than_every_port_switches_gpudirect_off_for_all_by_name(level: str, tmp_path: Path) -> None:
     finding = told(dgx(tmp_path).hardware(), GDR, level)
@@ -94,11 +103,7 @@ def test_ports_that_nccl_would_not_join_anyway_lose_nothing(tmp_path: Path) -> N
 
 
 def test_gpus_with_a_link_of_their_own_to_the_processor_are_nearer(tmp_path: Path) -> None:
-    machine = pair(tmp_path)
-    machine.rdma("mlx5_0", "pci0000:80/0000:80:01.0/0000:81:00.0", 0)
-    machine.write("sys/module/nvidia_peermem/version", "550.54.15")
-    machine.nvml = tuple(NvmlGpu(i, f"0000:{0x41 + 16 * i:02x}:00.0", "NVIDIA GH200 480GB", 96 * GiB) for i in range(2))
-    found = machine.hardware()
+    found = superchips(tmp_path).hardware()
     assert told(found, GDR, "P2C") is None
     finding = told(found, GDR, "PXB")
     assert finding is not None
@@ -185,3 +190,59 @@ def test_nvlinks_that_nobody_told_of_are_not_denied(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_level_is_what_nccl_takes_it_for(value: str, level: Reach | None) -> None:
     assert level_in(value) is level
+
+
+def advice(hardware: Hardware, name: str) -> tuple[str, str]:
+    """In which list a name is, and why."""
+    profile = nccl_profile(hardware, {})
+    rows = [("left", one) for one in profile.left] + [("asked", one) for one in profile.questions]
+    ((where, one),) = [row for row in rows if row[1].name == name]
+    return where, one.reason
+
+
+def test_two_gpus_on_amd_need_no_level_and_on_others_it_is_to_be_tried(tmp_path: Path) -> None:
+    where, reason = advice(pair(tmp_path / "amd", EPYC).hardware(), P2P)
+    assert where == "left"
+    assert "by itself" in reason
+    assert "host memory" not in reason
+    where, reason = advice(pair(tmp_path / "intel").hardware(), P2P)
+    assert where == "asked"
+    assert "copies through host memory there. Try PHB" in reason
+
+
+def test_more_gpus_on_amd_are_joined_in_groups_of_two_alone(tmp_path: Path) -> None:
+    where, reason = advice(pair(tmp_path / "amd", EPYC, gpus=4).hardware(), P2P)
+    assert where == "asked"
+    assert "NCCL copies through host memory there, but not of AMD's processors and at most 2 GPUs" in reason
+    where, reason = advice(pair(tmp_path / "intel", gpus=4).hardware(), P2P)
+    assert where == "asked"
+    assert "AMD" not in reason
+
+
+def test_advice_for_a_processor_of_unknown_make_says_when_it_holds(tmp_path: Path) -> None:
+    for gpus, said in (
+        (2, "unless the processor is AMD's, which is not known here"),
+        (4, "if that is what this one is"),
+    ):
+        machine = pair(tmp_path / str(gpus), gpus=gpus)
+        (machine.root / "proc/cpuinfo").unlink()
+        where, reason = advice(machine.hardware(), P2P)
+        assert where == "asked"
+        assert said in reason
+
+
+def test_gpus_joined_by_way_of_another_are_not_said_to_use_host_memory(tmp_path: Path) -> None:
+    machine = pair(tmp_path, gpus=3)
+    addresses = [one.address for one in machine.nvml or ()]
+    ends = [(addresses[1],), (addresses[0], addresses[2]), (addresses[1],)]
+    machine.nvml = tuple(
+        NvmlGpu(index, addresses[index], "NVIDIA V100", 32 * GiB, tuple(("gpu", end) for end in ends[index]), 25000)
+        for index in range(3)
+    )
+    assert advice(machine.hardware(), P2P) == ("left", "NVLinks join all GPUs, and NCCL uses them")
+
+
+def test_ports_of_a_processor_with_a_link_to_its_gpu_need_no_level(tmp_path: Path) -> None:
+    where, reason = advice(superchips(tmp_path).hardware(), GDR)
+    assert where == "left"
+    assert "NVLink-C2C" in reason

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from meshwright.cluster.hardware import (
+    AMD,
     ETHERNET,
     ROCE_V2,
-    Distance,
     Hardware,
     NetInterface,
     RdmaPort,
     interface_rate,
     rates,
 )
+from meshwright.comm.nccl_levels import FEW_GPUS, Reach, own_gdr_level, own_p2p_level, ways_between_gpus, ways_to_ports
 from meshwright.comm.nccl_profile import Left, Setting
 from meshwright.comm.nccl_selection import best_gid, fabric_ports, rdma_ports, roce_gid, socket_interfaces
 from meshwright.comm.nccl_variables import number_in
@@ -63,12 +64,12 @@ def choose(hardware: Hardware, values: Mapping[str, str], machines: int) -> Choi
             _ports(choices, hardware, fabric)
             _roce(choices, fabric)
             _timeouts(choices, fabric, machines)
-            _gpu_direct(choices, hardware, fabric)
+            _gpu_direct(choices, hardware, values, fabric)
             _sockets(choices, hardware, values, fabric)
     else:
         choices.leave("NCCL_SOCKET_IFNAME", "one machine: Meshwright keeps its ranks on the loopback interface")
     if hardware.gpus:
-        _between_gpus(choices, hardware)
+        _between_gpus(choices, hardware, values)
         _topology(choices, hardware)
         choices.leave("NCCL_BUFFSIZE", "the default of 4 MiB; more costs GPU memory in every channel of every group")
         choices.leave("NCCL_DEBUG", "unset, NCCL prints nothing; WARN tells what was wrong before it fails")
@@ -193,19 +194,23 @@ def lost_after(timeout: int, tries: int) -> float:
     return float(4.096e-6 * 2**timeout * tries)
 
 
-def _gpu_direct(choices: Choices, hardware: Hardware, fabric: list[RdmaPort]) -> None:
+def _gpu_direct(choices: Choices, hardware: Hardware, values: Mapping[str, str], fabric: list[RdmaPort]) -> None:
     if not fabric:
         return
-    distances = [found[1] for port in fabric if (found := hardware.nearest_gpu(port.address))]
-    if not distances:
+    reaches = [way.reach for way in ways_to_ports(hardware, fabric)]
+    if not reaches:
         return
-    if max(distances) <= Distance.PXB:
+    farthest = max(reaches)
+    if farthest <= Reach.PXB:
         choices.leave("NCCL_NET_GDR_LEVEL", "every port shares a PCIe switch with a GPU, so NCCL uses GPUDirect")
+    elif farthest <= own_gdr_level(values):
+        text = "GPUs reach the processor, and the ports on it, by NVLink-C2C, so NCCL uses GPUDirect"
+        choices.leave("NCCL_NET_GDR_LEVEL", text)
     else:
         choices.ask(
             "NCCL_NET_GDR_LEVEL",
-            f"the nearest GPU of a port is at {max(distances).name}, and NCCL's limit is PXB: data go through host "
-            f"memory. Try {max(distances).name} and keep it if `meshwright bench comm` is faster with it",
+            f"the nearest GPU of a port is at {farthest.name}, and NCCL's limit is PXB: data go through host "
+            f"memory. Try {farthest.name} and keep it if `meshwright bench comm` is faster with it",
         )
 
 
@@ -230,29 +235,34 @@ def _sockets(choices: Choices, hardware: Hardware, values: Mapping[str, str], fa
         choices.leave(names[0], f"one socket fills {interface_rate(used[0])}")
 
 
-def _between_gpus(choices: Choices, hardware: Hardware) -> None:
-    if len(hardware.gpus) < 2:
+def _between_gpus(choices: Choices, hardware: Hardware, values: Mapping[str, str]) -> None:
+    ways = ways_between_gpus(hardware, values)
+    if not ways:
         return
-    if hardware.all_linked:
-        choices.leave("NCCL_P2P_LEVEL", "NVLinks join all GPUs, and NCCL uses them")
+    name, far = "NCCL_P2P_LEVEL", [way.reach for way in ways if way.reach > Reach.PXB]
+    if not far:
+        near = max(way.reach for way in ways) <= Reach.NVB
+        choices.leave(name, f"{'NVLinks' if near else 'PCIe switches'} join all GPUs, and NCCL uses them")
         return
-    pairs = [
-        distance
-        for one in hardware.gpus
-        for other in hardware.gpus
-        if one.address < other.address
-        and not hardware.linked(one, other)
-        and (distance := hardware.distance(one.address, other.address))
-    ]
-    far = min((distance for distance in pairs if distance > Distance.PXB), default=None)
-    if far is not None:
-        choices.ask(
-            "NCCL_P2P_LEVEL",
-            f"some GPUs reach each other only through a processor ({far.name}), and NCCL copies through host memory "
-            f"there. Try {far.name} and keep it if `meshwright bench comm` is faster and its results are right",
-        )
-    else:
-        choices.leave("NCCL_P2P_LEVEL", "PCIe switches join all GPUs, and NCCL uses them")
+    own, nearest = own_p2p_level(hardware), min(far).name
+    trusted = f"of AMD's processors and at most {FEW_GPUS} GPUs of a group in one machine"
+    if own is Reach.SYS:
+        choices.leave(name, f"NCCL joins these GPUs through the processor ({nearest}) by itself, as {trusted}")
+        return
+    where, measure = (
+        "NCCL copies through host memory there",
+        "`meshwright bench comm` is faster and its results are right",
+    )
+    if own is None:
+        where += f" unless the processor is AMD's, which is not known here: {trusted} it joins them by itself"
+    elif hardware.processor_maker in ("", AMD):
+        known = "" if hardware.processor_maker else ", if that is what this one is"
+        where += f", but not {trusted}{known}"
+    choices.ask(
+        name,
+        f"some GPUs reach each other only through a processor ({nearest}), and {where}. "
+        f"Try {nearest} and keep it if {measure}",
+    )
 
 
 def _topology(choices: Choices, hardware: Hardware) -> None:

@@ -18,7 +18,7 @@ from meshwright.comm.nccl_variables import number_in
 
 _C2C_GPUS = ("GH200", "GB200", "GB300")
 """Which have NVLink-C2C to their processor."""
-_FEW = 2
+FEW_GPUS = 2
 """GPUs of a group in one machine, up to which NCCL trusts AMD's processors with what goes between them."""
 _MOST_NAMED = 8
 
@@ -100,7 +100,7 @@ def ways_to_ports(hardware: Hardware, ports: Sequence[RdmaPort]) -> list[Way]:
 
 def own_p2p_level(hardware: Hardware) -> Reach | None:
     """How far NCCL goes by itself between GPUs; None where that depends on a processor's maker that is not known."""
-    if len(hardware.gpus) > _FEW:
+    if len(hardware.gpus) > FEW_GPUS:
         return Reach.PXB
     if not hardware.processor_maker:
         return None
