@@ -213,7 +213,10 @@ def test_two_gpus_on_amd_need_no_level_and_on_others_it_is_to_be_tried(tmp_path:
 def test_more_gpus_on_amd_are_joined_in_groups_of_two_alone(tmp_path: Path) -> None:
     where, reason = advice(pair(tmp_path / "amd", EPYC, gpus=4).hardware(), P2P)
     assert where == "asked"
-    assert "NCCL copies through host memory there, but not of AMD's processors and at most 2 GPUs" in reason
+    assert (
+        "host memory there; in groups of up to 2 GPUs of a machine it joins directly by itself, as the processor"
+        in reason
+    )
     where, reason = advice(pair(tmp_path / "intel", gpus=4).hardware(), P2P)
     assert where == "asked"
     assert "AMD" not in reason
@@ -222,7 +225,7 @@ def test_more_gpus_on_amd_are_joined_in_groups_of_two_alone(tmp_path: Path) -> N
 def test_advice_for_a_processor_of_unknown_make_says_when_it_holds(tmp_path: Path) -> None:
     for gpus, said in (
         (2, "unless the processor is AMD's, which is not known here"),
-        (4, "if that is what this one is"),
+        (4, "if the processor is AMD's, which is not known here"),
     ):
         machine = pair(tmp_path / str(gpus), gpus=gpus)
         (machine.root / "proc/cpuinfo").unlink()

@@ -245,23 +245,25 @@ def _between_gpus(choices: Choices, hardware: Hardware, values: Mapping[str, str
         choices.leave(name, f"{'NVLinks' if near else 'PCIe switches'} join all GPUs, and NCCL uses them")
         return
     own, nearest = own_p2p_level(hardware), min(far).name
-    trusted = f"of AMD's processors and at most {FEW_GPUS} GPUs of a group in one machine"
+    joined = f"up to {FEW_GPUS} GPUs of a machine it joins directly by itself"
     if own is Reach.SYS:
-        choices.leave(name, f"NCCL joins these GPUs through the processor ({nearest}) by itself, as {trusted}")
+        text = (
+            f"the processor is AMD's, with which NCCL joins up to {FEW_GPUS} GPUs directly by itself: here at {nearest}"
+        )
+        choices.leave(name, text)
         return
-    where, measure = (
-        "NCCL copies through host memory there",
-        "`meshwright bench comm` is faster and its results are right",
-    )
+    where, advice = "NCCL copies through host memory there", f"Try {nearest}"
     if own is None:
-        where += f" unless the processor is AMD's, which is not known here: {trusted} it joins them by itself"
-    elif hardware.processor_maker in ("", AMD):
-        known = "" if hardware.processor_maker else ", if that is what this one is"
-        where += f", but not {trusted}{known}"
+        where += f", unless the processor is AMD's, which is not known here: then {joined}, and nothing is to be set"
+        advice = f"Else try {nearest}"
+    elif hardware.processor_maker == AMD:
+        where += f"; in groups of {joined}, as the processor is AMD's"
+    elif not hardware.processor_maker:
+        where += f"; in groups of {joined}, if the processor is AMD's, which is not known here"
     choices.ask(
         name,
-        f"some GPUs reach each other only through a processor ({nearest}), and {where}. "
-        f"Try {nearest} and keep it if {measure}",
+        f"some GPUs reach each other only through a processor ({nearest}), and {where}. {advice} and keep it if "
+        "`meshwright bench comm` is faster and its results are right",
     )
 
 
