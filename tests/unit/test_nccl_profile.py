@@ -181,7 +181,11 @@ WRONG = [
     ("dgx", {"NCCL_IB_GID_INDEX": "3"}, "NCCL_IB_GID_INDEX", Level.NOTE, "InfiniBand"),
     ("dgx", {"NCCL_IB_TIMEOUT": "14"}, "NCCL_IB_TIMEOUT", Level.WARNING, "0.47 s"),
     ("dgx", {"NCCL_IB_TIMEOUT": "soon"}, "NCCL_IB_TIMEOUT", Level.WARNING, "reads it as 0"),
-    ("dgx", {"NCCL_IB_TIMEOUT": "99"}, "NCCL_IB_TIMEOUT", Level.WARNING, "1 to 31"),
+    ("dgx", {"NCCL_IB_TIMEOUT": "99"}, "NCCL_IB_TIMEOUT", Level.WARNING, "no time that ends"),
+    ("dgx", {"NCCL_IB_TIMEOUT": "0"}, "NCCL_IB_TIMEOUT", Level.WARNING, "no time that ends"),
+    ("dgx", {"NCCL_IB_GDR_LEVEL": "PIX"}, "NCCL_IB_GDR_LEVEL", Level.WARNING, "any more"),
+    ("dgx", {"NCCL_BUFFSIZE": "1024"}, "NCCL_BUFFSIZE", Level.WARNING, "128 at a time"),
+    ("dgx", {"NCCL_IB_HCA": "=mlx5_0:x,mlx5_3"}, "NCCL_IB_HCA", Level.WARNING, "mlx5_0 has no such port"),
     ("dgx", {"NCCL_IB_DISABLE": "yes"}, "NCCL_IB_DISABLE", Level.WARNING, "reads it as 0"),
     ("dgx", {"NCCL_SOKET_IFNAME": "x"}, "NCCL_SOKET_IFNAME", Level.WARNING, "NCCL_SOCKET_IFNAME"),
     ("dgx", {"NCCL_ASYNC_ERROR_HANDLING": "1"}, "NCCL_ASYNC_ERROR_HANDLING", Level.NOTE, "old name"),
@@ -254,6 +258,30 @@ def test_costs_are_told_in_numbers(machines: dict[str, Hardware], tmp_path: Path
     assert "mlx5_1 is a prefix, and takes mlx5_10, mlx5_11 too" in costs
     cost = about(nccl_profile(machines["dgx"], {"NCCL_P2P_DISABLE": "1"}), "NCCL_P2P_DISABLE").cost
     assert "18 NVLinks for each GPU of 478 GB/s" in cost
+
+
+def test_switches_that_cannot_add_are_not_said_to(tmp_path: Path) -> None:
+    machine = dgx(tmp_path)
+    finding = about(nccl_profile(machine.hardware(), {"NCCL_NVLS_ENABLE": "0"}), "NCCL_NVLS_ENABLE")
+    assert finding.text == "4 NVSwitches could add"
+    for path in tmp_path.glob("sys/devices/pci0000:00/0000:00:01.0/*/device"):
+        path.write_text("0x1af1\n")
+    found = machine.hardware()
+    assert found.nvswitches == 4
+    assert nccl_profile(found, {"NCCL_NVLS_ENABLE": "0"}).findings == ()
+
+
+def test_sockets_are_counted_with_no_more_threads_than_nccl_takes(machines: dict[str, Hardware]) -> None:
+    settings = {"NCCL_SOCKET_NTHREADS": "17", "NCCL_NSOCKS_PERTHREAD": "4"}
+    found = [one.about for one in nccl_profile(machines["cloud"], settings).findings]
+    assert found == ["NCCL_SOCKET_NTHREADS"], "17 are taken for 16, and 16 x 4 are not too many"
+
+
+def test_one_wrong_subsystem_costs_the_whole_list(machines: dict[str, Hardware]) -> None:
+    settings = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NETT"}
+    assert about(nccl_profile(machines["dgx"], settings), "NCCL_DEBUG_SUBSYS").cost == "NCCL ignores the whole list"
+    settings["NCCL_DEBUG_SUBSYS"] = "init,, Net,"
+    assert [one.about for one in nccl_profile(machines["dgx"], settings).findings] == ["NCCL_DEBUG"]
 
 
 def test_plugins_names_are_let_be(machines: dict[str, Hardware]) -> None:

@@ -26,6 +26,12 @@ from meshwright.comm.nccl_variables import (
 from meshwright.errors import nearest
 
 MOST_SOCKETS = 64
+_MOST_THREADS = 16
+"""Of sockets; more are taken for so many."""
+_OLD_SWITCHES = ("0x1ac2", "0x1af1")
+"""NVSwitches beside V100 and A100, which do not add; NVLink SHARP began with those beside H100."""
+_LEAST_BUFFER, _STEPS = 65536, 8
+"""Bytes below which a buffer is told as small; pieces that NCCL cuts it into."""
 _THREADS = range(64, 513, 32)
 _LISTS = ("NCCL_DEBUG_SUBSYS",)
 _LEVELS = ("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL")
@@ -101,7 +107,7 @@ def _words(name: str, value: str) -> Iterator[Finding]:
         unknown = [word for word in _chosen(value) if word.upper() not in allowed]
     elif name in _LISTS:
         parts = value.removeprefix("^").split(",")
-        unknown = [part for part in parts if part.strip().upper() not in allowed]
+        unknown = [part for part in parts if part.strip() and part.strip().upper() not in allowed]
     else:
         unknown = [] if value.upper() in allowed else [value]
     for word in unknown:
@@ -109,9 +115,15 @@ def _words(name: str, value: str) -> Iterator[Finding]:
             Level.BREAKS if name in _CHOSEN else Level.WARNING,
             name,
             f"'{word}' is no word for it{nearest(word.upper(), allowed)}",
-            cost="NCCL refuses it when ranks meet" if name in _CHOSEN else "NCCL ignores it",
+            cost=_unknown_word(name),
             remedy=f"one of {', '.join(allowed)}",
         )
+
+
+def _unknown_word(name: str) -> str:
+    if name in _CHOSEN:
+        return "NCCL refuses it when ranks meet"
+    return "NCCL ignores the whole list" if name in _LISTS else "NCCL ignores it"
 
 
 def _chosen(value: str) -> list[str]:
@@ -130,9 +142,10 @@ def _between_gpus(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Fin
         if hardware.all_linked and not disabled:
             cost += "; here NVLinks join all, until one fails or P2P is switched off"
         yield Finding(Level.WARNING, "NCCL_SHM_DISABLE", "shared memory may not be used", cost, "unset it")
-    if values.get("NCCL_NVLS_ENABLE", "").strip() == "0" and hardware.nvswitches:
+    adding = [one for one in hardware.pci.values() if one.is_nvswitch and one.device not in _OLD_SWITCHES]
+    if values.get("NCCL_NVLS_ENABLE", "").strip() == "0" and adding:
         cost = "sums are not made in the switches (NVLink SHARP): all-reduce is slower on this machine"
-        yield Finding(Level.NOTE, "NCCL_NVLS_ENABLE", f"{hardware.nvswitches} NVSwitches could add", cost)
+        yield Finding(Level.NOTE, "NCCL_NVLS_ENABLE", f"{len(adding)} NVSwitches could add", cost)
 
 
 def _sockets(values: Mapping[str, str]) -> Iterator[Finding]:
@@ -140,9 +153,10 @@ def _sockets(values: Mapping[str, str]) -> Iterator[Finding]:
     if not all(name in values for name in names):
         return
     threads, each = (number_in(values[name]) for name in names)
+    threads = min(threads, _MOST_THREADS)
     if threads * each > MOST_SOCKETS:
         text = f"{threads} threads x {each} sockets are {threads * each}, and NCCL opens at most {MOST_SOCKETS}"
-        yield Finding(Level.WARNING, names[1], text, f"it is lowered to {MOST_SOCKETS // max(1, min(threads, 16))}")
+        yield Finding(Level.WARNING, names[1], text, f"it is lowered to {MOST_SOCKETS // threads}")
 
 
 def _kernels(values: Mapping[str, str]) -> Iterator[Finding]:
@@ -187,6 +201,9 @@ def _buffers(values: Mapping[str, str]) -> Iterator[Finding]:
     if size & (size - 1):
         text = f"{size} bytes are no power of two"
         yield Finding(Level.NOTE, "NCCL_BUFFSIZE", text, "chunks do not fill the buffer", "take one, such as 4194304")
+    if size < _LEAST_BUFFER:
+        text = f"{size} bytes, of which NCCL sends {size // _STEPS} at a time; the default is 4 MiB"
+        yield Finding(Level.WARNING, "NCCL_BUFFSIZE", text, "small messages: most of the bandwidth is lost", "unset it")
     if size > 2**24:
         memory = f"{size / 2**20:.0f} MiB, {size / 2**22:g} times the default, of GPU memory in every channel"
         cost = "with up to 32 channels and many groups of ranks that is gigabytes"

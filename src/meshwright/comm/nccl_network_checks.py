@@ -20,6 +20,8 @@ from meshwright.comm.nccl_selection import Names, best_gid, fabric_ports, rdma_p
 from meshwright.comm.nccl_variables import is_whole_number, number_in
 from meshwright.errors import nearest
 
+_MOST_TIMEOUT = 31
+"""Larger ones, and 0, never end, as NCCL's documentation says."""
 _SHORT_TIMEOUT = 18
 """Below it a link that is trained anew, which takes seconds, ends the run."""
 
@@ -241,9 +243,15 @@ def _gid(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Finding]:
 def _patience(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Finding]:
     if not rdma_ports(hardware, None):
         return
-    asked, tried = values.get("NCCL_IB_TIMEOUT", "20"), values.get("NCCL_IB_RETRY_CNT", "7")
+    # An empty value counts as none.
+    asked, tried = values.get("NCCL_IB_TIMEOUT") or "20", values.get("NCCL_IB_RETRY_CNT") or "7"
     timeout, tries = (number_in(asked), number_in(tried))
-    if not (is_whole_number(asked) and is_whole_number(tried) and 1 <= timeout <= 31 and 0 <= tries <= 7):
+    if not 1 <= timeout <= _MOST_TIMEOUT:
+        text = f"{timeout} is no time that ends" if is_whole_number(asked) else "0, which is no time that ends"
+        cost = "a lost link is waited for without end: the run hangs, and no error says where"
+        yield Finding(Level.WARNING, "NCCL_IB_TIMEOUT", text, cost, f"unset it, or 1 to {_MOST_TIMEOUT}")
+        return
+    if not (is_whole_number(asked) and is_whole_number(tried) and 0 <= tries <= 7):
         return
     if timeout < _SHORT_TIMEOUT or tries == 0:
         name = "NCCL_IB_TIMEOUT" if timeout < _SHORT_TIMEOUT else "NCCL_IB_RETRY_CNT"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.cluster.hardware import ETHERNET, ROCE_V2, Gid, Hardware, NetInterface, RdmaPort
@@ -41,7 +42,12 @@ class Names:
 
 
 def _port(rest: Sequence[str]) -> int | None:
-    return int(rest[0]) if rest and rest[0].isascii() and rest[0].isdecimal() else None
+    """By C's atoi, with which what is no number is 0, a port that no device has; none or -1 are all ports."""
+    if not rest or not rest[0]:
+        return None
+    found = re.match(r"\s*([+-]?[0-9]+)", rest[0])
+    number = int(found[1]) if found else 0
+    return None if number == -1 else number
 
 
 def socket_interfaces(hardware: Hardware, setting: str | None) -> list[NetInterface]:
