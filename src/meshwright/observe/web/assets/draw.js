@@ -33,7 +33,7 @@ export function ticks(low, high, wanted) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999) * power;
   const found = [];
-  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) found.push(index * step);
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9; index++) found.push(index * step || 0);
   return found;
 }
 
@@ -48,6 +48,12 @@ export function logTicks(low, high, wanted) {
   if (found.length < 2) return ticks(low, high, wanted);
   const whole = found.filter((value) => Math.abs(Math.log10(value) % 1) < 1e-9);
   return found.length > wanted * 1.6 && whole.length > 1 ? whole : found;
+}
+
+// Where a cursor among so many places goes by a key: from nowhere to the first, by End to the last.
+export function moved(at, by, count) {
+  if (!Number.isFinite(by)) return by < 0 ? 0 : count - 1;
+  return at === null ? 0 : Math.max(0, Math.min(count - 1, at + by));
 }
 
 let identity = 0;
@@ -94,6 +100,18 @@ export class Picture {
     this.svg.setAttribute("height", height);
   }
 
+  // How wide the widest of some texts is, in the fonts of this browser.
+  widest(texts, kind = null) {
+    const probe = shape("text", { class: kind, visibility: "hidden" });
+    this.svg.append(probe);
+    const wide = texts.map((text) => {
+      probe.textContent = text;
+      return probe.getComputedTextLength();
+    });
+    probe.remove();
+    return Math.max(0, ...wide);
+  }
+
   describe(text) {
     if (this.description.textContent !== text) this.description.textContent = text;
   }
@@ -117,7 +135,7 @@ export class Picture {
   }
 
   addTable() {
-    const body = element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Numbers of the picture" });
+    const body = element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `Numbers: ${this.heading.textContent}` });
     this.details = element("details", {}, element("summary", {}, "Numbers"), body);
     this.details.addEventListener("toggle", () => this.fillTable());
     this.tableBody = body;
@@ -145,6 +163,35 @@ export function toggle(text, pressed, change) {
     change(now);
   });
   return button;
+}
+
+const COLOURS = 6;
+
+// How the curves of one of several runs look: there are six colours, and after them the same again in other strokes.
+export function lookOf(place) {
+  return { color: place % COLOURS, again: Math.floor(place / COLOURS) % 4 };
+}
+
+export function strokeOf({ color, again = 0, dashed = false }) {
+  return `stroke-${color}${dashed ? " dashed" : again ? ` again-${again}` : ""}`;
+}
+
+// A point of a curve: what is round for the first six runs has corners for others.
+export function dot({ color, again = 0 }, x, y, size) {
+  const ways = [
+    `M${x - size} ${y}a${size} ${size} 0 1 0 ${2 * size} 0a${size} ${size} 0 1 0 ${-2 * size} 0z`,
+    `M${x - size} ${y - size}h${2 * size}v${2 * size}h${-2 * size}z`,
+    `M${x} ${y - size * 1.4}l${size * 1.4} ${size * 1.4}l${-size * 1.4} ${size * 1.4}l${-size * 1.4} ${-size * 1.4}z`,
+    `M${x} ${y - size * 1.2}l${size * 1.2} ${size * 2.2}h${-size * 2.4}z`,
+  ];
+  return shape("path", { class: `dot fill-${color}`, d: ways[again] });
+}
+
+// A piece of a curve as it is drawn, for a legend.
+export function lineKey(line) {
+  return shape("svg", { class: "line-key", width: 24, height: 10, "aria-hidden": "true" },
+    shape("path", { class: `sample ${strokeOf(line)}`, d: "M1.5 5H22.5" }),
+    line.sparse ? dot(line, 12, 5, 3) : null);
 }
 
 export function swatch(kind) {

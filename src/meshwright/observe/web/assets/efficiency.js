@@ -1,11 +1,10 @@
 // Computation efficiency: of the run and of each rank, on a scale with the goal that it should reach.
 
 import { percent, seconds } from "./format.js";
-import { Picture, element, scale, shape } from "./draw.js";
+import { Picture, element, moved, scale, shape } from "./draw.js";
 
 const MOST_BARS = 64;
 const LEFT = 58;
-const RIGHT = 88;
 const TOP = 16;
 
 export class EfficiencyCard {
@@ -49,7 +48,9 @@ export class EfficiencyCard {
     const apart = 6;
     const bottom = TOP + bars.length * (tall + gap) + apart;
     picture.size(bottom + 16);
-    const x = scale(0, 1, LEFT, picture.width - RIGHT);
+    const said = (bar) => `${percent(bar.share)}${this.reaches(bar.share) ? "" : " below"}`;
+    this.right = Math.ceil(picture.widest([...new Set(bars.map(said))], "strong")) + 12;
+    const x = scale(0, 1, LEFT, picture.width - this.right);
     picture.drawing.replaceChildren();
     const labelled = this.labelled();
     this.rows = bars.map((bar, place) => {
@@ -65,7 +66,7 @@ export class EfficiencyCard {
         const [middle, kind] = [y + tall / 2 + 4, place ? null : "strong"];
         drawn.append(
           shape("text", { x: LEFT - 8, y: middle, "text-anchor": "end", class: kind }, bar.label),
-          shape("text", { x: x(1) + 8, y: middle, class: kind }, `${percent(bar.share)}${below ? " below" : ""}`),
+          shape("text", { x: x(1) + 8, y: middle, class: kind }, said(bar)),
         );
       }
       picture.drawing.append(drawn);
@@ -107,7 +108,7 @@ export class EfficiencyCard {
     else if (y !== undefined) {
       const under = this.rows.findIndex((row) => y < row.y + row.tall);
       this.at = under < 0 ? this.bars.length - 1 : under;
-    } else this.at = Math.max(0, Math.min(this.bars.length - 1, this.at === null ? 0 : by === -Infinity ? 0 : this.at + by));
+    } else this.at = moved(this.at, by, this.bars.length);
     this.drawCursor();
   }
 
@@ -117,7 +118,7 @@ export class EfficiencyCard {
     const bar = this.at === null ? null : this.bars[this.at];
     const row = this.rows?.[this.at];
     readout.textContent = bar && row ? this.inWords(bar) : "";
-    if (bar && row) overlay.append(shape("rect", { class: "current", x: LEFT - 2, y: row.y - 1, width: width - LEFT - RIGHT + 4, height: row.tall - 1, rx: 3 }));
+    if (bar && row) overlay.append(shape("rect", { class: "current", x: LEFT - 2, y: row.y - 1, width: width - LEFT - this.right + 4, height: row.tall - 1, rx: 3 }));
   }
 
   table() {

@@ -30,8 +30,9 @@ export function seconds(value) {
   if (value < 1e-3) return `${number(value * 1e6, 3)}\u00a0µs`;
   if (value < 1) return `${number(value * 1e3, 3)}\u00a0ms`;
   if (value < 120) return `${number(value, 3)}\u00a0s`;
-  if (value < 7200) return `${Math.floor(value / 60)}\u00a0min\u00a0${Math.round(value % 60)}\u00a0s`;
-  if (value < 172800) return `${Math.floor(value / 3600)}\u00a0h\u00a0${Math.floor((value % 3600) / 60)}\u00a0min`;
+  const whole = Math.round(value);
+  if (whole < 7200) return `${Math.floor(whole / 60)}\u00a0min\u00a0${whole % 60}\u00a0s`;
+  if (whole < 172800) return `${Math.floor(whole / 3600)}\u00a0h\u00a0${Math.floor((whole % 3600) / 60)}\u00a0min`;
   return `${number(value / 86400, 3)}\u00a0days`;
 }
 

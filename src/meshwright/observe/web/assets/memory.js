@@ -1,7 +1,7 @@
 // What was expected beside what came: memory by kind as bars, the other figures as a table.
 
 import { bytes, byUnit, signedPercent } from "./format.js";
-import { Picture, element, scale, shape, tableOf } from "./draw.js";
+import { Picture, element, moved, scale, shape, tableOf } from "./draw.js";
 
 const ROW = 44;
 
@@ -9,8 +9,13 @@ export class Memory {
   constructor(card) {
     this.card = card;
     this.pairs = [];
+    this.at = null;
     this.figures = element("div");
-    this.picture = new Picture(card, "Prediction beside measurement", { redraw: () => this.draw(), table: () => this.table() });
+    this.picture = new Picture(card, "Prediction beside measurement", {
+      redraw: () => this.draw(),
+      move: (how) => this.move(how),
+      table: () => this.table(),
+    });
     this.picture.holder.before(this.figures);
   }
 
@@ -42,8 +47,14 @@ export class Memory {
     const { picture } = this;
     if (!picture.width || this.card.hidden || !this.run) return;
     const rows = this.rows();
-    picture.holder.hidden = !rows.length;
-    if (!rows.length) return;
+    for (const part of [picture.holder, picture.legend, picture.foot]) part.hidden = !rows.length;
+    if (!rows.length) {
+      picture.legend.replaceChildren();
+      picture.describe("");
+      this.at = null;
+      this.drawCursor();
+      return;
+    }
     picture.size(rows.length * ROW + 4);
     const most = Math.max(...rows.flatMap((row) => [row.predicted ?? 0, row.measured ?? 0]));
     const x = scale(0, most || 1, 1, picture.width - 74);
@@ -59,7 +70,24 @@ export class Memory {
       element("span", {}, key("measured"), "measured"),
       ...(this.capacity ? [element("span", {}, `of ${bytes(this.capacity)}`)] : []),
     );
-    picture.describe(rows.map((row) => `${row.name}: predicted ${bytes(row.predicted)}, measured ${bytes(row.measured)}.`).join(" "));
+    picture.describe(rows.map((row) => `${inWords(row)}.`).join(" "));
+    this.drawCursor();
+  }
+
+  move({ y, by, leave }) {
+    const last = this.rows().length - 1;
+    if (leave || last < 0) this.at = null;
+    else if (y !== undefined) this.at = Math.max(0, Math.min(last, Math.floor((y - 4) / ROW)));
+    else this.at = moved(this.at, by, last + 1);
+    this.drawCursor();
+  }
+
+  drawCursor() {
+    const { overlay, readout, width } = this.picture;
+    overlay.replaceChildren();
+    const row = this.at === null ? null : this.rows()[this.at];
+    readout.textContent = row ? inWords(row) : "";
+    if (row) overlay.append(shape("rect", { class: "current", x: 1, y: this.at * ROW + 2, width: width - 2, height: ROW - 1, rx: 3 }));
   }
 
   bar(value, kind, x, y) {
@@ -77,6 +105,10 @@ export class Memory {
       rows: this.rows().map((row) => [row.name, bytes(row.predicted), bytes(row.measured), signedPercent(row.error)]),
     };
   }
+}
+
+function inWords(row) {
+  return `${row.name}: predicted ${bytes(row.predicted)}, measured ${bytes(row.measured)}`;
 }
 
 function key(kind) {

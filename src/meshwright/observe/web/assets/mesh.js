@@ -1,7 +1,7 @@
 // The mesh: a cell for each rank, stage under stage of the pipeline, copies of the model beside each other.
 
 import { bytes } from "./format.js";
-import { Picture, element, shape } from "./draw.js";
+import { Picture, element, moved, shape } from "./draw.js";
 import { holdsSeveral } from "./pipeline.js";
 
 const LEFT = 46;
@@ -140,6 +140,8 @@ export class Mesh {
       has((rank) => rank.state === "ended") && key("", "ended"),
       has((rank) => rank.state === "lost") && key("lost", "lost"),
       has((rank) => rank.state === "waiting") && key("waiting", "waits for the others"),
+      has((rank) => rank.state === "unknown") && key("unknown", "no sign"),
+      has((rank) => rank.failures && rank.state !== "lost") && key("failed-before", "failed before"),
       has((rank) => rank.straggler) && key("slow", "slower than the others"),
       has((rank) => held(rank)) && key("memory", "memory held"),
     ].filter(Boolean));
@@ -166,9 +168,9 @@ export class Mesh {
       this.at = under ? under.rank : null;
     } else {
       const stages = this.run.degrees.pp ?? 1;
-      const step = vertical && stages > 1 && Number.isFinite(by) ? by * (this.ranks.length / stages) : by;
-      const next = this.at === null ? 0 : by === -Infinity ? 0 : this.at + step;
-      if (next >= 0 && (next < this.ranks.length || !vertical)) this.at = Math.min(this.ranks.length - 1, next);
+      const step = vertical && stages > 1 ? by * (this.ranks.length / stages) : by;
+      if (this.at === null || !Number.isFinite(by)) this.at = moved(null, by, this.ranks.length);
+      else if (this.at + step >= 0 && (this.at + step < this.ranks.length || !vertical)) this.at = Math.min(this.ranks.length - 1, this.at + step);
     }
     this.drawCursor();
   }
@@ -193,6 +195,7 @@ export class Mesh {
   }
 }
 
+// What the figure of the peak memory counts: on a GPU all that was held of it, else the process.
 export function held(rank) {
-  return rank.memory.peak ?? rank.memory.reserved ?? rank.memory.rss ?? null;
+  return rank.memory.held ?? rank.memory.peak ?? rank.memory.reserved ?? rank.memory.rss ?? null;
 }
