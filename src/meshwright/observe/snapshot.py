@@ -9,15 +9,17 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.observe.comparison import Pair
-from meshwright.observe.curves import SERIES, Curves
+from meshwright.observe.curves import RECENT_STEPS, SERIES, Curves, number
 from meshwright.observe.efficiency import GOAL
 from meshwright.observe.event_words import details
 from meshwright.observe.goodput import WORDS, Goodput
-from meshwright.observe.rank_files import numbers_of, parts_of
+from meshwright.observe.rank_files import RankRecord, numbers_of, parts_of
+from meshwright.observe.tail import Line
 from meshwright.observe.view import Rank, View
 
 MOST_POINTS = 2000
 MOST_EVENTS = 400
+MOST_SKIPPED = 400
 LONGEST_TEXT = 4000
 """Characters of one text; reports of hangs are longer, and in the run folder."""
 
@@ -107,11 +109,9 @@ def _run(view: View, name: str) -> dict[str, Any]:
         "curves": {series: [steps, [float(f"{value:.6g}") for value in values]]
                    for series, (steps, values) in curves.items() if steps},
         "ranks": [_rank(rank) for rank in view.ranks],
-        "events": [
-            {name: event.get(name) for name in ("time", "event", "step")} | {"words": details(event)}
-            for event in view.events[-MOST_EVENTS:]
-        ],
+        "events": [_event(view, place) for place in range(max(0, len(view.events) - MOST_EVENTS), len(view.events))],
         "earlier_events": max(0, len(view.events) - MOST_EVENTS),
+        "skipped": _skipped(view),
         "comparison": _comparison(view),
         "pipeline": asdict(view.pipeline) if view.pipeline is not None else None,
         "collectives": view.collectives,
@@ -132,6 +132,43 @@ def _goodput(found: Goodput) -> dict[str, Any] | None:
     return {"wall_s": found.wall_s, "share": found.share, "rest": rest}
 
 
+def _event(view: View, place: int) -> dict[str, Any]:
+    event = view.events[place]
+    step = event.get("step")
+    if event["event"] == "gave_up" and step is None:
+        step = _step_by(view, place)
+    return {"time": event.get("time"), "event": event["event"], "step": step, "words": details(event)}
+
+
+def _step_by(view: View, place: int) -> int:
+    """How far the run was at an event that does not say: the newest step by then, or what was said of one before it."""
+    time = number(view.events[place].get("time")) or 0.0
+    done = [(ended, step) for step, ended in zip(view.curves.steps, view.curves.times, strict=True) if ended <= time]
+    said = next((step for event in reversed(view.events[:place]) if (step := _step_of(event)) is not None), 0)
+    return max(said, max(done)[1] if done else 0)
+
+
+def _step_of(event: Line) -> int | None:
+    step = event.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _skipped(view: View) -> dict[str, Any]:
+    """Steps that nothing was learned from, and in how many a loss or gradients were no numbers."""
+    steps = {step for step, value in view.curves.points("skipped") if value > 0}
+    nonfinite = set()
+    for event in view.events:
+        step = _step_of(event)
+        if step is None or event["event"] not in ("nonfinite", "spike"):
+            continue
+        if event["event"] == "nonfinite":
+            nonfinite.add(step)
+        # The step in which a run dies has no metrics.
+        if event.get("skipped") and step > view.curves.last_step():
+            steps.add(step)
+    return {"count": len(steps), "steps": sorted(steps)[-MOST_SKIPPED:], "nonfinite": len(nonfinite)}
+
+
 def _rank(rank: Rank) -> dict[str, Any]:
     record = rank.record
     profiled = record.profiled
@@ -142,14 +179,30 @@ def _rank(rank: Rank) -> dict[str, Any]:
         "host": record.start.get("host"),
         "step": (record.last or {}).get("step"),
         "parts": record.split_parts(),
+        "mean_of": _mean_of(record),
         "waits_of": record.waits_of,
-        "profiled": {"step": profiled.get("step"), "parts": parts_of(profiled)} if profiled is not None else None,
+        "profiled": _profiled(profiled) if profiled is not None else None,
         "efficiency": {**asdict(found), "share": found.share} if (found := rank.efficiency) is not None else None,
-        "overlapped": numbers_of((profiled or {}).get("communication")).get("overlapped"),
         "memory": rank.memory,
         "failures": len(rank.failures),
         "failed": rank.failures[-1].get("cause") if rank.failures else None,
         "straggler": rank.straggler,
+    }
+
+
+def _mean_of(record: RankRecord) -> int:
+    """Over how many steps `record.mean_parts` goes."""
+    recent = list(record.steps)[-RECENT_STEPS:]
+    return sum(not line.get("profiled") for line in recent) or len(recent)
+
+
+def _profiled(line: Line) -> dict[str, Any]:
+    """A profiled step: its parts, and beside them what lies within them or behind them."""
+    return {
+        "step": line.get("step"),
+        "parts": parts_of(line),
+        "idle": number(line.get("idle")),
+        "overlapped": numbers_of(line.get("communication")).get("overlapped"),
     }
 
 

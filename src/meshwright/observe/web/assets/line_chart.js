@@ -1,7 +1,7 @@
 // Curves over steps, of one run or several: cursor by pointer and by keyboard, logarithmic scale, events on the axis.
 
 import { number } from "./format.js";
-import { Picture, element, logTicks, scale, shape, swatch, ticks, toggle } from "./draw.js";
+import { Picture, element, dot, lineKey, logTicks, scale, shape, strokeOf, ticks, toggle } from "./draw.js";
 
 const HEIGHT = 250;
 const MARGIN = { left: 52, right: 12, top: 10, bottom: 30 };
@@ -43,7 +43,13 @@ export class LineChart {
     const lines = this.shown();
     if (!lines.length) {
       picture.drawing.append(shape("text", { x: picture.width / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no values yet"));
-      picture.describe("No values yet.");
+      picture.describe(["No values yet.", ...this.faults()].join(" "));
+      // What befell a run before its first values has a place, too.
+      if (this.marks.length) {
+        this.setSteps([]);
+        this.drawSteps();
+        this.drawMarks();
+      }
       this.drawCursor();
       return;
     }
@@ -51,12 +57,11 @@ export class LineChart {
     this.drawAxes();
     this.drawMarks();
     for (const line of lines) this.drawLine(line);
-    picture.describe(lines.map((line) => this.inWords(line)).join(" "));
+    picture.describe([...lines.map((line) => this.inWords(line)), ...this.faults()].join(" "));
     this.drawCursor();
   }
 
   setScales(lines) {
-    const { width } = this.picture;
     const values = lines.flatMap((line) => line.values);
     let low = values.reduce((a, b) => Math.min(a, b), Infinity);
     let high = values.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -65,36 +70,51 @@ export class LineChart {
     else if (this.zero) [low, high] = [Math.min(0, low), high * 1.06];
     else [low, high] = [low - (high - low) * 0.05, high + (high - low) * 0.05];
     if (low === high) [low, high] = log ? [low * 0.9, high * 1.1] : [low - 1, high + 1];
-    const first = Math.min(...lines.map((line) => line.steps[0]));
-    const last = Math.max(...lines.map((line) => line.steps[line.steps.length - 1]));
-    this.x = scale(first, last === first ? first + 1 : last, MARGIN.left, width - MARGIN.right);
+    this.setSteps(lines);
     this.y = scale(low, high, HEIGHT - MARGIN.bottom, MARGIN.top, log);
     this.isLog = log;
+  }
+
+  // From the first step to the last, of curves and of marks: a run fails in the step after its last values.
+  setSteps(lines) {
+    const steps = [...lines.flatMap((line) => [line.steps[0], line.steps[line.steps.length - 1]]), ...this.marks.map((mark) => mark.step)];
+    const first = steps.reduce((a, b) => Math.min(a, b));
+    const last = steps.reduce((a, b) => Math.max(a, b));
+    this.x = scale(first, last === first ? first + 1 : last, MARGIN.left, this.picture.width - MARGIN.right);
   }
 
   drawAxes() {
     const { width, drawing } = this.picture;
     const rows = (this.isLog ? logTicks : ticks)(this.y.low, this.y.high, 5);
+    // As many digits as it takes to tell them apart.
+    const told = [3, 4, 5, 6].map((digits) => rows.map((value) => this.format(value, digits)));
+    const labels = told.find((texts) => new Set(texts).size === rows.length) ?? told[0];
     const grid = shape("g", { class: "grid" });
-    for (const value of rows) {
+    rows.forEach((value, place) => {
       const y = this.y(value);
       grid.append(shape("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y }));
-      grid.append(shape("text", { x: MARGIN.left - 7, y: y + 3.5, "text-anchor": "end" }, this.format(value, 3)));
-    }
+      grid.append(shape("text", { x: MARGIN.left - 7, y: y + 3.5, "text-anchor": "end" }, labels[place]));
+    });
+    drawing.append(grid);
+    this.drawSteps();
+  }
+
+  drawSteps() {
+    const { width, drawing } = this.picture;
+    const grid = shape("g", { class: "grid" });
     for (const value of ticks(this.x.low, this.x.high, Math.max(2, width / 110)).filter(Number.isInteger)) {
       grid.append(shape("text", { x: this.x(value), y: HEIGHT - 6, "text-anchor": "middle" }, value.toLocaleString("en")));
     }
-    grid.append(shape("text", { x: MARGIN.left - 7, y: HEIGHT - 6, "text-anchor": "end" }, "step"));
+    grid.append(shape("text", { x: MARGIN.left - 12, y: HEIGHT - 6, "text-anchor": "end" }, "step"));
     drawing.append(grid);
   }
 
   drawMarks() {
     const base = HEIGHT - MARGIN.bottom;
     for (const mark of this.marks) {
-      if (mark.step < this.x.low || mark.step > this.x.high) continue;
       const x = this.x(mark.step);
-      const group = shape("g", {}, shape("title", {}, `${mark.name}, step ${mark.step}`));
-      if (mark.level) group.append(shape("line", { class: `mark ${mark.level}`, x1: x, x2: x, y1: MARGIN.top, y2: base }));
+      const group = shape("g", { "data-mark": mark.name, "data-step": mark.step }, shape("title", {}, `${mark.name}, step ${mark.step}`));
+      if (mark.level && !mark.low) group.append(shape("line", { class: `mark ${mark.level}`, x1: x, x2: x, y1: MARGIN.top, y2: base }));
       if (mark.level) group.append(shape("path", { class: `mark ${mark.level}`, d: `M${x} ${base + 1}l3.5 6h-7z` }));
       else group.append(shape("circle", { class: "mark small", cx: x, cy: base + 5, r: 2.2 }));
       this.picture.drawing.append(group);
@@ -102,14 +122,14 @@ export class LineChart {
   }
 
   drawLine(line) {
-    const kind = `curve stroke-${line.color}${line.dashed ? " dashed" : ""}`;
+    const kind = `curve ${strokeOf(line)}`;
     const smoothed = this.smooth && !line.sparse && line.steps.length > 30;
     const { drawing } = this.picture;
     drawing.append(shape("path", { class: `${kind}${smoothed ? " raw" : ""}`, d: this.path(line.steps, line.values) }));
     if (smoothed) drawing.append(shape("path", { class: kind, d: this.path(line.steps, running(line.values)) }));
     if (line.sparse || line.steps.length === 1) {
       line.steps.forEach((step, place) => {
-        drawing.append(shape("circle", { class: `dot fill-${line.color}`, cx: this.x(step), cy: this.y(line.values[place]), r: 3 }));
+        drawing.append(dot(line, this.x(step), this.y(line.values[place]), 3));
       });
     }
   }
@@ -120,7 +140,7 @@ export class LineChart {
 
   drawLegend() {
     const { legend } = this.picture;
-    const wanted = this.lines.map((line) => `${line.name} ${line.color}`).join("|");
+    const wanted = this.lines.map((line) => `${line.name} ${strokeOf(line)} ${line.again}`).join("|");
     if (legend.dataset.of === wanted) return;
     legend.dataset.of = wanted;
     legend.replaceChildren(...(this.lines.length > 1 ? this.lines : []).map((line) => {
@@ -129,7 +149,7 @@ export class LineChart {
         else this.hidden.add(line.name);
         this.draw();
       });
-      button.prepend(swatch(`fill-${line.color}`));
+      button.prepend(lineKey(line));
       return button;
     }));
   }
@@ -140,9 +160,17 @@ export class LineChart {
     return `${line.name}: ${this.format(line.values[0])} at step ${line.steps[0]}, ${this.format(line.values[last])} at step ${line.steps[last]}, lowest ${this.format(low)}.`;
   }
 
-  // Steps of the curve with most points are where the cursor can be.
+  // What went wrong, in words.
+  faults() {
+    return this.marks.filter((mark) => mark.level === "bad").slice(-12).map((mark) => `${mark.name} at step ${mark.step}.`);
+  }
+
+  // Where the cursor can be: where a curve has a value, or an event has a line.
   places() {
-    return this.shown().reduce((most, line) => (line.steps.length > most.length ? line.steps : most), []);
+    const steps = this.shown().flatMap((line) => line.steps);
+    if (!steps.length) return steps;
+    const marked = this.marks.filter((mark) => mark.level).map((mark) => mark.step);
+    return [...new Set([...steps, ...marked])].sort((a, b) => a - b);
   }
 
   move({ x, by, leave }) {
@@ -169,13 +197,11 @@ export class LineChart {
     const rows = [element("p", { class: "quiet" }, `step ${this.at.toLocaleString("en")}`)];
     const said = [`step ${this.at}`];
     for (const line of this.shown()) {
-      const place = line.steps.indexOf(nearest(line.steps, this.at));
-      // Of a curve with few points, the last one before the cursor.
-      const from = line.steps[place] > this.at && place > 0 ? place - 1 : place;
-      if (from < 0 || (line.steps[from] > this.at)) continue;
-      const value = this.format(line.values[from]);
-      overlay.append(shape("circle", { class: `dot fill-${line.color}`, cx: this.x(line.steps[from]), cy: this.y(line.values[from]), r: 4 }));
-      rows.push(element("p", {}, swatch(`fill-${line.color}`), line.name, element("b", {}, value)));
+      const from = valueAt(line, this.at);
+      if (from === null) continue;
+      const value = `${this.format(line.values[from])}${line.steps[from] === this.at ? "" : ` (step ${line.steps[from].toLocaleString("en")})`}`;
+      overlay.append(dot(line, this.x(line.steps[from]), this.y(line.values[from]), 4));
+      rows.push(element("p", {}, lineKey(line), line.name, element("b", {}, value)));
       said.push(`${line.name} ${value}`);
     }
     const reach = (this.x.high - this.x.low) / 60;
@@ -201,6 +227,21 @@ export class LineChart {
       rows: chosen.map((step) => [step, ...maps.map((map) => (map.has(step) ? this.format(map.get(step)) : ""))]),
     };
   }
+}
+
+// Which value of a curve the cursor shows at a step; null for none. Of a curve with few points it is the last one before. Any
+// other has a value at its own steps alone, or, where it was thinned, the nearest one that is left.
+function valueAt(line, step) {
+  const { steps, sparse } = line;
+  const place = steps.indexOf(nearest(steps, step));
+  if (sparse) {
+    const from = steps[place] > step ? place - 1 : place;
+    return from < 0 ? null : from;
+  }
+  if (steps[place] === step) return place;
+  const last = steps.length - 1;
+  const apart = Math.round((steps[last] - steps[0]) / Math.max(1, last));
+  return step > steps[0] && step < steps[last] && apart > 1 && Math.abs(steps[place] - step) <= 2 * apart ? place : null;
 }
 
 function nearest(sorted, wanted) {

@@ -1,7 +1,7 @@
 // The page: takes the runs as they come and has every part show them.
 
 import { count, number, percent, seconds } from "./format.js";
-import { element } from "./draw.js";
+import { element, lookOf } from "./draw.js";
 import { embedded, follow } from "./data.js";
 import { LineChart } from "./line_chart.js";
 import { Breakdown } from "./breakdown.js";
@@ -71,7 +71,7 @@ class Page {
       name: several ? `${run.name}${which ? `, ${title}` : ""}` : title,
       steps: run.curves[name][0],
       values: run.curves[name][1],
-      color: (several ? place : which) % 6,
+      ...lookOf(several ? place : which),
       sparse: name === "eval_loss",
       dashed: several && which > 0,
     })));

@@ -1,7 +1,7 @@
 // What is seen at a glance: the name, how the run stands, how far it is, and its figures.
 
 import { bytes, count, number, percent, seconds, signedPercent } from "./format.js";
-import { element, swatch } from "./draw.js";
+import { element, lineKey, lookOf } from "./draw.js";
 
 const STATES = { waiting: "waiting for the first step", silent: "no sign of life" };
 
@@ -35,7 +35,7 @@ export class Summary {
     this.text = text;
     const inside = this.runs.contains(document.activeElement);
     this.runs.replaceChildren(...runs.map((run, place) => {
-      const button = element("button", { type: "button", "aria-pressed": String(place === chosen) }, swatch(`fill-${place % 6}`), run.name);
+      const button = element("button", { type: "button", "aria-pressed": String(place === chosen) }, lineKey(lookOf(place)), run.name);
       button.addEventListener("click", () => this.choose(place));
       return button;
     }));
@@ -52,7 +52,7 @@ export class Summary {
   }
 
   drawFigures(run) {
-    const { latest, goodput, speeds, efficiency } = run;
+    const { latest, goodput, speeds, efficiency, skipped } = run;
     const [time, , peak] = run.comparison.figures;
     const figure = (label, value, below, meter = null) => element("div", { class: "figure" },
       element("div", { class: "label" }, label),
@@ -72,6 +72,7 @@ export class Summary {
       efficiency && figure("computation efficiency", percent(efficiency.share), `goal ${percent(efficiency.goal, 0)}; else exposed communication`, meter(efficiency)),
       figure("peak memory", bytes(peak.measured), expected(peak, bytes)),
       goodput && figure("goodput", percent(goodput.share), `of ${seconds(goodput.wall_s)}; ${goodput.rest.slice(0, 2).map((one) => `${one.name} ${percent(one.share)}`).join(", ")}`),
+      skipped.count + skipped.nonfinite > 0 && figure("skipped steps", count(skipped.count), skipped.nonfinite ? `NaN or infinity in ${count(skipped.nonfinite)} step${skipped.nonfinite > 1 ? "s" : ""}` : "nothing was learned from them"),
     ];
     this.figures.replaceChildren(...made.filter(Boolean));
   }

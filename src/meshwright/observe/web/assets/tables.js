@@ -13,9 +13,11 @@ export function level(event) {
   return LEVELS[event.event] ?? "";
 }
 
-// Events that have a step, for the axes of charts.
+// Steps that nothing was learned from, then events that have a step, for the axes of charts.
 export function marksOf(run) {
-  return run.events.filter((event) => Number.isInteger(event.step)).map((event) => ({ step: event.step, name: inPlainWords(event.event), level: level(event) }));
+  const skipped = run.skipped.steps.map((step) => ({ step, name: "skipped", level: "warn", low: true }));
+  const events = run.events.filter((event) => Number.isInteger(event.step)).map((event) => ({ step: event.step, name: inPlainWords(event.event), level: level(event) }));
+  return [...skipped, ...events];
 }
 
 function inPlainWords(kind) {
