@@ -22,6 +22,12 @@ export const PARTS = {
   unattributed: { label: "unattributed", texture: "dots" },
 };
 
+// What a profiled step tells beside its parts, since it lies within them or behind them.
+export const BESIDE = {
+  idle: { label: "idle, within the parts", short: "idle", part: "idle", texture: null },
+  overlapped: { label: "overlapped communication, behind computing", short: "overlapped communication", part: "communication", texture: "bars" },
+};
+
 // Bright and dark strokes side by side, so that one of them is seen on any colour.
 const TEXTURES = {
   rise: [45, [["line", "bright", 1.5], ["line", "dark", 4.5]]],
@@ -53,11 +59,24 @@ export function drawPart(part, title, { x, y, width, height }) {
   return drawn;
 }
 
+// A strip under a bar, of what lies beside its parts.
+export function drawBeside(name, title, box) {
+  const { part, texture } = BESIDE[name];
+  return shape("g", { class: `part part-${part} beside`, "data-beside": name }, shape("title", {}, title), shape("rect", box), texture ? shape("rect", { ...box, fill: `url(#texture-${texture})` }) : null);
+}
+
+export function besideKey(name) {
+  return key(BESIDE[name].part, BESIDE[name].texture, BESIDE[name].label, 6);
+}
+
 // What a part looks like and what it is called, for a legend.
 export function partKey(part, label = PARTS[part].label) {
-  const box = { x: 0, y: 0, width: 14, height: 12, rx: 2 };
-  const { texture } = PARTS[part];
-  const look = shape("svg", { class: `key-of-part part-${part}`, width: 14, height: 12, "aria-hidden": "true" }, shape("rect", box));
+  return key(part, PARTS[part].texture, label, 12);
+}
+
+function key(part, texture, label, height) {
+  const box = { x: 0, y: 0, width: 14, height, rx: 2 };
+  const look = shape("svg", { class: `key-of-part part-${part}`, width: 14, height, "aria-hidden": "true" }, shape("rect", box));
   if (texture) look.append(shape("rect", { ...box, fill: `url(#texture-${texture})` }));
   return element("span", {}, look, label);
 }
