@@ -141,10 +141,13 @@ def _event(view: View, place: int) -> dict[str, Any]:
 
 
 def _step_by(view: View, place: int) -> int:
-    """How far the run was at an event that does not say: the newest step by then, or what was said of one before it."""
+    """How far the run was at an event that does not say: the step of the failure before it, else the newest by then."""
+    before = next((event for event in reversed(view.events[:place]) if _step_of(event) is not None), None)
+    said = 0 if before is None else _step_of(before) or 0
+    if before is not None and before["event"] == "failed":
+        return said
     time = number(view.events[place].get("time")) or 0.0
     done = [(ended, step) for step, ended in zip(view.curves.steps, view.curves.times, strict=True) if ended <= time]
-    said = next((step for event in reversed(view.events[:place]) if (step := _step_of(event)) is not None), 0)
     return max(said, max(done)[1] if done else 0)
 
 
