@@ -543,6 +543,27 @@ def test_the_cursor_gives_a_run_no_value_at_steps_that_it_never_had(
     assert re.search(r"long, held-out [\d.]+ \(step 60\)", words)
 
 
+def test_the_cursor_finds_what_is_left_of_curves_with_many_points(
+    tmp_path: Path, served: Callable[..., str], opened: Open
+) -> None:
+    lengths = {"short": 3000, "long": 5000}
+    folders = [
+        write_run(tmp_path / name, "dp=2", world=2, steps=steps, step_s=0.01, ranks=False, seed=steps)
+        for name, steps in lengths.items()
+    ]
+    page, _ = opened(served(*folders))
+    expect(page.locator("#throughput path.curve").first).to_be_attached()
+    box = page.locator("#throughput svg[role=img]").bounding_box()
+    assert box is not None
+    tip = page.locator("#throughput .tip")
+    for share, names in ((0.3, ["short", "long"]), (0.45, ["short", "long"]), (0.8, ["long"])):
+        page.mouse.move(box["x"] + 52 + (box["width"] - 64) * share, box["y"] + 100)
+        rows = tip.locator("p:has(b)")
+        expect(rows).to_have_count(len(names))
+        for row, name in zip(rows.all(), names, strict=True):
+            expect(row).to_contain_text(name)
+
+
 def test_a_run_without_memory_shows_none_of_another(tmp_path: Path, served: Callable[..., str], opened: Open) -> None:
     first = write_run(tmp_path / "first", "dp=2", world=2, steps=5)
     bare = write_run(tmp_path / "bare", "dp=2", world=2, steps=5, ranks=False)
