@@ -4,6 +4,7 @@ import { bytes, byUnit, signedPercent } from "./format.js";
 import { Picture, element, moved, scale, shape, tableOf } from "./draw.js";
 
 const ROW = 44;
+const LEFT = 6;
 
 export class Memory {
   constructor(card) {
@@ -57,11 +58,11 @@ export class Memory {
     }
     picture.size(rows.length * ROW + 4);
     const most = Math.max(...rows.flatMap((row) => [row.predicted ?? 0, row.measured ?? 0]));
-    const x = scale(0, most || 1, 1, picture.width - 74);
+    const x = scale(0, most || 1, LEFT, picture.width - 74);
     picture.drawing.replaceChildren();
     rows.forEach((row, place) => {
       const y = place * ROW + 4;
-      picture.drawing.append(shape("text", { x: 0, y: y + 10 }, row.name));
+      picture.drawing.append(shape("text", { x: LEFT - 1, y: y + 10 }, row.name));
       this.bar(row.predicted, "predicted", x, y + 15);
       this.bar(row.measured, "measured", x, y + 27);
     });
