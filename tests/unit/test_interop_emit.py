@@ -87,7 +87,7 @@ GPT = preset("gpt2").model_copy(update={"vocab_size": 50304, "max_position_embed
         ("zero=3 tp=2", "llama3.2-1b", {}),
         ("zero=1 tp=2 pp=2 recompute=full", "llama3.1-8b", {}),
         ("zero=1 pp=2 schedule=interleaved:2", "llama3.2-1b", {"precision": "fp16"}),
-        ("zero=1 pp=2 recompute=first:4", "llama3.2-1b", {"precision": "fp8"}),
+        ("zero=1 recompute=first:4", "llama3.2-1b", {"precision": "fp8"}),
         ("zero=1 cp=2", "llama3.2-1b", {}),
         ("zero=1 cp=2 cp_method=ulysses recompute=selective", "llama3.2-1b", {}),
         ("zero=1 ep=4", MIXTURE, {}),
@@ -150,15 +150,21 @@ def test_search_for_a_form_finds_the_best_that_it_can_hold(
         assert made.best.score("throughput")[0] <= rival.best.score("throughput")[0], other
 
 
-def test_layers_computed_again_are_as_many_on_each_stage_that_megatron_has() -> None:
+def test_first_layers_of_a_pipeline_are_not_written_as_those_of_every_stage() -> None:
     asked: dict[str, Any] = {**MACHINES, "constraints": "pp=4 tp=2 zero=1 recompute=first"}
     free = plan("llama3.1-8b", "16xa100-40", **asked).best
-    bound = plan("llama3.1-8b", "16xa100-40", only=Limits("megatron", Carried()), **asked).best
     assert free is not None
-    assert bound is not None
-    counts = [int(one.strategy.recompute.removeprefix("first:")) for one in (free, bound)]
-    assert counts[0] % 4
-    assert counts[1] == -(-counts[0] // 4) * 4
+    assert free.strategy.recompute.startswith("first:")
+    with pytest.raises(UserError, match=r"can be written.* first:N with pp=1"):
+        plan("llama3.1-8b", "16xa100-40", only=Limits("megatron", Carried()), **asked)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved:2"])
+def test_all_layers_of_every_stage_are_written_as_such(schedule: str) -> None:
+    text = megatron_file(given(f"zero=1 pp=2 schedule={schedule} recompute=first:16"), Carried())
+    assert "--recompute-method uniform\n--recompute-num-layers 1\n" in text
+    found = read_megatron(text, "flags", Around(RunConfig(), 8))
+    assert found.words["recompute"] == "full"
 
 
 @pytest.mark.parametrize(
@@ -262,6 +268,13 @@ SHARED = MIXTURE.model_copy(
         ("deepspeed", "compress=bf16", "llama3.2-1b", "compress=bf16"),
         ("megatron", "zero=1 pp=2 schedule=zero-bubble", "llama3.2-1b", "schedule=zero-bubble"),
         ("megatron", "zero=1 pp=2 layers=7+9", "llama3.2-1b", r"layers=7\+9"),
+        ("megatron", "zero=1 pp=2 recompute=first:4", "llama3.2-1b", "recompute=first:4 with pp=2 cannot be written"),
+        (
+            "megatron",
+            "zero=1 pp=2 schedule=interleaved:2 recompute=first:4",
+            "llama3.2-1b",
+            "as many layers of every stage",
+        ),
         ("megatron", "zero=3 offload=parameters", "llama3.2-1b", "offload=parameters"),
         ("megatron", "zero=3 replicate=2", "llama3.2-1b", "replicate=2"),
         ("megatron", "zero=1", SHARED, "mixture of experts"),

@@ -218,8 +218,8 @@ def forms() -> dict[str, Form]:
             words=("layers=even", "schedule!=zero-bubble", "schedule!=zbv", *NO_ACTIVATIONS, "offload!=parameters"),
             holds=(
                 "zero=0 or 1, or zero=2 or 3 with pp=1 replicate=1; layers=even, schedule=1f1b or interleaved with as "
-                "many layers in each stage, recompute=first:N with a multiple of pp; offload=none, or optimizer with "
-                "zero=1"
+                "many layers in each stage, recompute=none, selective or full, or first:N with pp=1; offload=none, or "
+                "optimizer with zero=1"
             ),
         ),
         "accelerate": Form(

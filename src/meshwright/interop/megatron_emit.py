@@ -272,9 +272,13 @@ def _recompute(chosen: Chosen, strategy: Strategy) -> Flags:
     if kind == "selective":
         return [("--recompute-granularity", "selective")]
     full: Flags = [("--recompute-granularity", "full")]
-    if kind == "full":
+    if kind == "full" or (kind == "first" and int(count) >= chosen.spec.num_hidden_layers):
         return [*full, ("--recompute-method", "uniform"), ("--recompute-num-layers", "1")]
     chosen.refuse_unless(kind == "first", f"recompute={strategy.recompute}", "it has full, selective and first:N")
-    each, left = divmod(int(count), strategy.pp)
-    chosen.refuse_unless(not left, f"recompute={strategy.recompute}", f"N is the same on all of {strategy.pp} stages")
-    return [*full, ("--recompute-method", "block"), ("--recompute-num-layers", f"{each}")]
+    # Ours are the first layers of the model, which lie on the first stages; its own are as many of every stage.
+    chosen.refuse_unless(
+        strategy.pp == 1,
+        f"recompute={strategy.recompute} with pp={strategy.pp}",
+        "it computes as many layers of every stage again; use recompute=full or selective, or pp=1",
+    )
+    return [*full, ("--recompute-method", "block"), ("--recompute-num-layers", count)]
