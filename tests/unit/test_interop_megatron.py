@@ -21,6 +21,7 @@ from meshwright.training.job import model_spec
 GPT = Path(__file__).parents[1] / "fixtures/megatron_gpt_175b.args"
 SHAPE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 64"
 SHAPE += " --vocab-size 1000"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers"
 
 
 def read(text: str, ranks: int | None = None, **base: Any) -> Translation:
@@ -150,10 +151,16 @@ def test_shape_has_megatrons_values_where_flags_are_absent(flags: str, facts: di
         ("--recompute-activations", "zero=0 recompute=selective"),
         ("--recompute-granularity selective --recompute-modules core_attn mlp", "zero=0 recompute=selective"),
         (
-            "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
-            "--recompute-num-layers 3",
-            "pp=2 zero=0 recompute=first:6",
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            "zero=0 recompute=first:3",
         ),
+        ("--recompute-granularity full --recompute-activations", "zero=0 recompute=selective"),
+        (f"{SHAPE} --pipeline-model-parallel-size 2 {BLOCK} 2", "pp=2 zero=0 recompute=full"),
+        (
+            f"{SHAPE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 {BLOCK} 1",
+            "pp=2 schedule=interleaved:2 zero=0 recompute=full",
+        ),
+        ("--use-torch-fsdp2 --data-parallel-sharding-strategy optim_grads", "zero=3"),
         ("--optimizer-cpu-offload --use-precision-aware-optimizer", "zero=0 offload=optimizer"),
     ],
 )
@@ -180,6 +187,11 @@ def test_degrees_become_a_strategy(flags: str, strategy: str | None) -> None:
         ("--fp16", {"precision.initial_power": 32}),
         ("--fp16 --loss-scale 128", {"precision.loss_scale": 128.0}),
         ("--optimizer sgd --sgd-momentum 0.8", {"train.optimizer": "sgd", "train.beta1": 0.8}),
+        ("--optimizer sgd --sgd-momentum 0.8 --adam-beta1 0.5", {"train.beta1": 0.8}),
+        ("--adam-beta1 0.8 --sgd-momentum 0.5", {"train.beta1": 0.8}),
+        ("--eval-iters 10 --global-batch-size 4", {"train.eval_sequences": 40, "train.eval_every": 1000}),
+        ("--eval-iters 10 --eval-interval 5", {"train.eval_every": 5}),
+        ("--seed 9007199254740993", {"run.seed": 9007199254740993}),
         ("--data-path a_text_document", {"data.path": "a_text_document", "data.validation": 0.031}),
         (
             "--data-path 0.3 a 0.7 b",
@@ -230,6 +242,30 @@ def test_flags_become_settings(flags: str, settings: dict[str, Any]) -> None:
         ("--data-path 'a", "close the quotation"),
         ("--expert-tensor-parallel-size 2", "tp=1 splits experts"),
         ("--recompute-method block", "needs --recompute-granularity"),
+        (f"--pipeline-model-parallel-size 2 {BLOCK} 1", "--recompute-method block computes 1 layers of every stage"),
+        (
+            f"{SHAPE} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 1 {BLOCK} 1",
+            "use --recompute-method uniform (all layers) or --recompute-granularity selective",
+        ),
+        (BLOCK.removesuffix(" --recompute-num-layers"), "--recompute-num-layers is missing"),
+        ("--recompute-granularity selective --recompute-method uniform", "needs --recompute-granularity full"),
+        ("--use-megatron-fsdp --use-torch-fsdp2", "two ways to shard"),
+        (
+            f"{SHAPE} --num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 1",
+            "both say how many stages",
+        ),
+        ("--num-layers inf --hidden-size 64", "--num-layers inf: it takes a finite number"),
+        ("--seed 1e400", "takes a finite number"),
+        ("--lr nan", "takes a finite number"),
+        ("--adam-eps -inf", "takes a finite number"),
+        ("--hidden-size 1e300", "takes a whole number of 64 bits"),
+        (f"{SHAPE} --make-vocab-size-divisible-by 0", "must be a whole number from 1"),
+        (f"{SHAPE} --tensor-model-parallel-size 0", "is not a degree"),
+        (f"{SHAPE} --pipeline-model-parallel-size 0 --num-layers-per-virtual-pipeline-stage 1", "is not a degree"),
+        (f"{SHAPE} --num-experts 2 --moe-ffn-hidden-size 0", "must be a whole number from 1"),
+        ("--lr-warmup-fraction 1e308 --train-iters 100", "is no share"),
+        ("--data-path 1e400 a", "WEIGHT PREFIX"),
+        (f"--split {'9' * 400},1,0", "not three shares"),
         ("--cp-comm-type a2a+p2p", "is refused"),
         ("--initial-loss-scale 1000", "no power of two"),
         ("--exit-duration-in-mins 5", "exit code 75"),
@@ -262,6 +298,38 @@ def test_lines_go_on_after_a_backslash_and_quotes_hold_spaces() -> None:
 def test_shape_of_the_run_file_and_of_the_flags_are_not_mixed() -> None:
     assert "leave one out" in refusal(SHAPE, model={"preset": "tiny"})
     assert "model.spec.hidden_size" not in read("--lr 1e-3", model={"preset": "tiny"}).stated
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "reason"),
+    [
+        ("--sgd-momentum 0.5", "train.beta1", "the optimizer is adam"),
+        ("--optimizer sgd --adam-beta1 0.5", "train.beta1", "the optimizer is sgd"),
+        ("--optimizer sgd --adam-beta2 0.5", "train.beta2", "the optimizer is sgd"),
+        ("--optimizer sgd --adam-eps 0.5", "train.eps", "the optimizer is sgd"),
+        (
+            f"{SHAPE} --num-experts 2 --moe-ffn-hidden-size 8 --moe-router-load-balancing-type none "
+            "--moe-aux-loss-coeff 0.5",
+            "model.spec.experts.router_aux_loss_coef",
+            "there is no such loss",
+        ),
+        ("--use-torch-fsdp2 --data-parallel-sharding-strategy optim_grads", "", "it is for --use-megatron-fsdp"),
+        (f"{SHAPE} --moe-router-topk 1", "model.spec.experts.num_experts_per_tok", "--num-experts is not given"),
+    ],
+)
+def test_flag_for_what_the_others_do_not_ask_for_does_not_apply(flags: str, setting: str, reason: str) -> None:
+    found = read(flags)
+    assert setting not in {**found.assumed, **found.stated}
+    flag = flags.split()[-2]
+    assert [(entry.verdict, reason in entry.note) for entry in found.entries if entry.key == flag] == [
+        ("not applicable", True)
+    ]
+
+
+def test_strategy_of_the_command_line_settles_what_block_cannot_say() -> None:
+    around = Around(RunConfig(), settled=True)
+    found = translate(f"--pipeline-model-parallel-size 2 {BLOCK} 1", "flags", around)
+    assert "recompute" not in found.words
 
 
 def test_rules_have_distinct_flags() -> None:

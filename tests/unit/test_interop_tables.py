@@ -11,8 +11,8 @@ import meshwright as mw
 from meshwright.cli.main import VERBS
 from meshwright.config_load import resolve_config
 from meshwright.interop.deepspeed_rules import RULES as DEEPSPEED
-from meshwright.interop.megatron import SHARDED
 from meshwright.interop.megatron_rules import RULES as MEGATRON
+from meshwright.interop.megatron_split import SHARDED
 from meshwright.known_names import in_our_words
 from meshwright.strategy import KEYS, Strategy
 

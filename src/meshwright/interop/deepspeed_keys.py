@@ -35,7 +35,8 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ConfigError(f"--deepspeed={file}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--deepspeed={file} cannot be read: {error}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # A whole number of thousands of digits is refused by Python itself.
         raise ConfigError(f"--deepspeed={file} is not JSON: {error}; comments and trailing commas are not") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--deepspeed={file} holds a {type(content).__name__}; a ds_config is one JSON object")
@@ -47,6 +48,7 @@ def known_keys(reading: Reading, content: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     off = _off(content)
     for key, value in _leaves(reading, content, ""):
+        reading.given.add(key)
         section = key.partition(".")[0]
         if value == LEFT_TO_US:
             reading.leave(key, value, "left to our own setting")

@@ -1,11 +1,12 @@
 """Reads the flags of a Megatron-LM run: --megatron-args FILE of `meshwright train` and `meshwright plan`.
 
-`megatron_rules` has what single flags become; here are those that are read together: batches, the schedule, how the
-work is split, files. The model's shape is in `megatron_shape`. No torch.
+`megatron_rules` has what single flags become; here are those that are read together: the optimizer, batches, the
+schedule, files. The model's shape is in `megatron_shape`, how the work is split in `megatron_split`. No torch.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -15,24 +16,29 @@ from typing import Any
 from meshwright.errors import ConfigError, nearest
 from meshwright.interop.megatron_rules import RULES
 from meshwright.interop.megatron_shape import read_shape
-from meshwright.interop.rules import Kind
+from meshwright.interop.megatron_split import read_strategy
+from meshwright.interop.rules import Kind, fitting
 from meshwright.interop.translation import UNKNOWN, Around, Reading, Translation
 
 DIALECT = "megatron"
 Given = Mapping[str, Any]
 _BY_KEY = {rule.key: rule for rule in RULES}
-SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
 SCHEDULES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
 SPLIT = "969,30,1"
 INITIAL_POWER = 32
 """Megatron's own loss scale begins at two to this power."""
+EVAL_INTERVAL = 1000
+"""Megatron's own up to 0.15; later ones have none, and do not start with --eval-iters alone."""
+OPTIMIZERS = {
+    "adam": {"--adam-beta1": "train.beta1", "--adam-beta2": "train.beta2", "--adam-eps": "train.eps"},
+    "sgd": {"--sgd-momentum": "train.beta1"},
+}
+"""The flags of each, which are settings of ours."""
 DEFAULTS = {
     "--weight-decay": ("train.weight_decay", 0.01),
-    "--adam-beta2": ("train.beta2", 0.999),
     "--clip-grad": ("train.grad_clip", 1.0),
     "--seed": ("run.seed", 1234),
 }
-MIB = 1 << 20
 
 
 def read_megatron(file: str | Path, around: Around) -> Translation:
@@ -61,9 +67,9 @@ def translate(text: str, file: str, around: Around) -> Translation:
     for key, value in given.items():
         _BY_KEY[key].act(reading, key, value)
     read_shape(reading, given, around.config)
+    _optimizer(reading, given)
     _precision(reading, given)
-    _parallel(reading, given)
-    _recompute(reading, given)
+    read_strategy(reading, given, around.settled)
     batch = _batches(reading, given, around)
     _schedule(reading, given, batch)
     _files(reading, given, batch)
@@ -102,6 +108,7 @@ def _known(reading: Reading, flags: Mapping[str, list[str]]) -> dict[str, Any]:
     """Flags with values of their kinds; what is unknown is refused."""
     found: dict[str, Any] = {}
     for flag, words in flags.items():
+        reading.given.add(flag)
         rule = _BY_KEY.get(flag)
         if rule is None:
             reading.refuse(flag, f"is no flag that is known here{nearest(flag, _BY_KEY)}; leave it out, or correct it")
@@ -129,12 +136,27 @@ def _value(kind: Kind, words: list[str]) -> Any:
     if kind == "text":
         return text
     try:
-        number = float(text)
+        # A whole number of many digits is none of floating point.
+        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,30}", text) else float(text)
     except ValueError:
         raise ValueError("it takes a number") from None
-    if kind == "int" and number != int(number):
-        raise ValueError("it takes a whole number")
-    return int(number) if kind == "int" else number
+    try:
+        return fitting(kind, number)
+    except ValueError as error:
+        raise ValueError(f"it takes {str(error).removeprefix('must be ')}") from None
+
+
+def _optimizer(reading: Reading, given: Given) -> None:
+    """What belongs to the one that is used."""
+    used = given.get("--optimizer", "adam")
+    for name, flags in OPTIMIZERS.items():
+        for flag, setting in flags.items():
+            if flag in given and name == used:
+                reading.map(flag, given[flag], setting, given[flag])
+            elif flag in given:
+                reading.leave(flag, given[flag], f"the optimizer is {used}")
+    if used == "adam" and "--adam-beta2" not in given:
+        reading.assume("--adam-beta2", "train.beta2", 0.999, "absent: Megatron's default")
 
 
 def _precision(reading: Reading, given: Given) -> None:
@@ -147,142 +169,6 @@ def _precision(reading: Reading, given: Given) -> None:
         reading.map("--fp8-format", given["--fp8-format"], "train.precision", "fp8")
     if "--fp16" in given and "--loss-scale" not in given and "--initial-loss-scale" not in given:
         reading.assume("--initial-loss-scale", "precision.initial_power", INITIAL_POWER, "absent: Megatron's default")
-
-
-def _parallel(reading: Reading, given: Given) -> None:
-    """The words of the strategy."""
-    sizes = {
-        "tp": "--tensor-model-parallel-size",
-        "pp": "--pipeline-model-parallel-size",
-        "cp": "--context-parallel-size",
-        "ep": "--expert-model-parallel-size",
-    }
-    degrees = {name: given.get(flag, 1) for name, flag in sizes.items()}
-    for name, flag in sizes.items():
-        if degrees[name] < 1:
-            reading.refuse(flag, f"{degrees[name]} is not a degree; use a whole number from 1")
-        elif flag in given:
-            reading.word(flag, given[flag], name, degrees[name])
-    _experts(reading, given, degrees["tp"])
-    if degrees["tp"] > 1:
-        on = "--sequence-parallel" in given
-        reading.word("--sequence-parallel", on or "", "sp", "on" if on else "off", "" if on else "absent")
-    elif "--sequence-parallel" in given:
-        reading.leave("--sequence-parallel", True, "there is one tensor-parallel rank")
-    _interleaved(reading, given, degrees["pp"])
-    method = given.get("--cp-comm-type")
-    ours = {"p2p": "ring", "allgather": "ring", "a2a": "ulysses"}.get(str(method))
-    if method is not None and ours is None:
-        reading.refuse("--cp-comm-type", f"{method} is refused: p2p is cp_method=ring, a2a is ulysses")
-    elif method is not None and degrees["cp"] == 1:
-        reading.leave("--cp-comm-type", method, "sequences are not split")
-    elif method is not None:
-        reading.word("--cp-comm-type", method, "cp_method", ours)
-    _sharded(reading, given)
-    if "--optimizer-cpu-offload" in given:
-        reading.word("--optimizer-cpu-offload", True, "offload", "optimizer")
-    if "--ddp-bucket-size" in given:
-        size = given["--ddp-bucket-size"]
-        if size < 1:
-            reading.refuse("--ddp-bucket-size", f"{size} must be a whole number from 1")
-            return
-        reading.map("--ddp-bucket-size", size, "comm.bucket_mb", size * 4 / MIB, "4 bytes for each element")
-
-
-def _experts(reading: Reading, given: Given, tp: int) -> None:
-    flag = "--expert-tensor-parallel-size"
-    if flag in given and given[flag] != tp:
-        reading.refuse(flag, f"{given[flag]} is refused: tp={tp} splits experts as well; give that, or leave it out")
-    elif flag in given:
-        reading.leave(flag, given[flag], "tp splits experts as well")
-
-
-def _interleaved(reading: Reading, given: Given, pp: int) -> None:
-    """Several stages on each rank."""
-    each, count = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-    if each in given and "--num-layers" in given:
-        stages, left = divmod(given["--num-layers"], pp * given[each]) if given[each] > 0 else (0, 1)
-        if left or not stages:
-            reading.refuse(each, f"{given[each]} does not cut {given['--num-layers']} layers evenly over pp={pp}")
-            return
-    elif each in given:
-        reading.refuse(each, "needs --num-layers beside it")
-        return
-    elif count in given:
-        stages = given[count]
-    else:
-        return
-    flag = each if each in given else count
-    if stages < 2 or pp < 2:
-        reading.leave(flag, given[flag], "there is one stage on each rank")
-    else:
-        reading.word(flag, given[flag], "schedule", f"interleaved:{stages}")
-
-
-def _sharded(reading: Reading, given: Given) -> None:
-    """What is sharded over data-parallel ranks."""
-    kind, copies = "--data-parallel-sharding-strategy", "--num-distributed-optimizer-instances"
-    optimizer = "--use-distributed-optimizer"
-    fsdp = next((flag for flag in ("--use-megatron-fsdp", "--use-torch-fsdp2") if flag in given), None)
-    stage = 0
-    if fsdp is not None:
-        asked = given.get(kind, "optim_grads_params") if fsdp == "--use-megatron-fsdp" else "optim_grads_params"
-        if asked not in SHARDED:
-            reading.refuse(kind, f"{asked} is not one of {', '.join(SHARDED)}")
-            return
-        stage = SHARDED[asked]
-        reading.word(fsdp, True, "zero", stage)
-        if kind in given:
-            reading.word(kind, given[kind], "zero", stage)
-        if optimizer in given:
-            reading.leave(optimizer, True, f"{fsdp} says what is sharded")
-    elif optimizer in given:
-        stage = 1
-        reading.word(optimizer, True, "zero", 1)
-    if kind in given and fsdp is None:
-        reading.leave(kind, given[kind], "it is for --use-megatron-fsdp")
-    if fsdp is None and optimizer not in given:
-        reading.word(optimizer, "", "zero", 0, "absent: nothing is sharded")
-    if given.get(copies, 1) > 1 and stage:
-        reading.word(copies, given[copies], "replicate", given[copies])
-    elif copies in given:
-        reading.leave(copies, given[copies], "every rank has its own copy of what is not sharded")
-
-
-def _recompute(reading: Reading, given: Given) -> None:
-    """Which activations are computed again."""
-    grain, method, layers = "--recompute-granularity", "--recompute-method", "--recompute-num-layers"
-    pp = given.get("--pipeline-model-parallel-size", 1)
-    kind = given.get(grain, "selective" if "--recompute-activations" in given else None)
-    if kind is None:
-        for flag in {method, layers} & given.keys():
-            reading.refuse(flag, f"needs {grain} full beside it")
-        return
-    if kind not in ("full", "selective"):
-        reading.refuse(grain, f"{kind} is neither full nor selective")
-        return
-    flag = grain if grain in given else "--recompute-activations"
-    if kind == "selective":
-        note = "norms, activations and rotations are computed again; attention is kept by its kernel"
-        reading.word(flag, given[flag], "recompute", "selective", note)
-        for other in {method, layers} & given.keys():
-            reading.leave(other, given[other], "selective is for all layers")
-        return
-    how = given.get(method, "uniform")
-    if how == "block":
-        number = given.get(layers, 1) * pp
-        reading.word(
-            flag, given[flag], "recompute", f"first:{number}", f"{given.get(layers, 1)} of each of {pp} stages"
-        )
-    elif how == "uniform":
-        reading.word(flag, given[flag], "recompute", "full")
-    else:
-        reading.refuse(method, f"{how} is neither uniform nor block")
-    if method in given:
-        reading.leave(method, how, "recompute in parallel.strategy says it")
-    if layers in given:
-        note = "recompute in parallel.strategy says it" if how == "block" else "each layer keeps its own input"
-        reading.leave(layers, given[layers], note)
 
 
 def _batches(reading: Reading, given: Given, around: Around) -> int:
@@ -330,6 +216,8 @@ def _schedule(reading: Reading, given: Given, batch: int) -> None:
         share, whole = given["--lr-warmup-fraction"], end or steps
         if warm is not None:
             reading.refuse("--lr-warmup-fraction", "and another flag both give the warm-up; leave one of them out")
+        elif not 0 <= share <= 1:
+            reading.refuse("--lr-warmup-fraction", f"{share:g} is no share; use one from 0 to 1")
         elif whole is None:
             reading.refuse("--lr-warmup-fraction", "is a share of --lr-decay-iters or --train-iters; add one of them")
         else:
@@ -355,7 +243,7 @@ def _files(reading: Reading, given: Given, batch: int) -> None:
     if "--data-path" in given:
         _data(reading, given["--data-path"])
     split = given.get("--split", SPLIT)
-    shares = [float(one) if re.fullmatch(r"\d+(\.\d+)?", one) else -1.0 for one in split.split(",")]
+    shares = [float(one) if re.fullmatch(r"[0-9]{1,18}(\.[0-9]+)?", one) else -1.0 for one in split.split(",")]
     if min(shares) < 0 or sum(shares) == 0 or not shares[0]:
         reading.refuse("--split", f"{split} is not three shares, such as 949,50,1")
     else:
@@ -374,6 +262,9 @@ def _files(reading: Reading, given: Given, batch: int) -> None:
     if "--eval-iters" in given:
         value = given["--eval-iters"]
         reading.map("--eval-iters", value, "train.eval_sequences", value * batch, f"{batch} samples in each")
+        if "--eval-interval" not in given:
+            note = "absent: Megatron's default up to 0.15; later ones need it"
+            reading.assume("--eval-interval", "train.eval_every", EVAL_INTERVAL, note)
     first, past = given.get("--profile-step-start", 10), given.get("--profile-step-end", 12)
     if "--profile" in given:
         reading.map("--profile", True, "observe.profile_steps", f"{first}:{max(first, past - 1)}")
@@ -389,7 +280,7 @@ def _data(reading: Reading, words: list[str]) -> None:
         return
     pairs = list(zip(words[::2], words[1::2], strict=False))
     if len(words) % 2 or not all(
-        re.fullmatch(r"\d*\.?\d+(e-?\d+)?", weight) and float(weight) > 0 for weight, _ in pairs
+        re.fullmatch(r"[0-9]*\.?[0-9]+(e-?[0-9]+)?", weight) and 0 < float(weight) < math.inf for weight, _ in pairs
     ):
         reading.refuse("--data-path", f"{' '.join(words)}: give one prefix, or WEIGHT PREFIX for each of several")
         return

@@ -8,25 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig
+from meshwright.interop.megatron_rules import SHAPE
 from meshwright.interop.translation import Reading
 
 GPT2_TOKENS = 50257
 NEEDED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings")
+EXPERT_SIZES = ("--moe-router-topk", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size")
 EXPERTS = {
     "--moe-aux-loss-coeff": "router_aux_loss_coef",
     "--moe-z-loss-coeff": "router_z_loss_coef",
     "--moe-expert-capacity-factor": "capacity_factor",
 }
 ABSENT = "absent: Megatron's default"
+SIZES = ("--num-layers", "--hidden-size", "--num-attention-heads")
 
 
 def read_shape(reading: Reading, given: Mapping[str, Any], base: RunConfig) -> None:
     """Put the shape into model.spec; flags without one leave it to the other settings."""
     if "--seq-length" in given:
         reading.map("--seq-length", given["--seq-length"], "data.sequence_length", given["--seq-length"])
-    if not {"--num-layers", "--hidden-size", "--num-attention-heads"} & given.keys():
-        return
+    _tokenizer(reading, given)
     taken = base.model.preset or base.model.from_hf
+    if not set(SIZES) & given.keys():
+        of = f"the model is '{taken}'" if taken is not None else "the model is that of the other settings"
+        for flag in sorted({rule.key for rule in SHAPE} & given.keys() - reading.answered):
+            reading.leave(flag, given[flag], f"{of}: {', '.join(SIZES)} are not given")
+        return
     if taken is not None:
         reading.refuse(
             "--num-layers", f"and the model '{taken}' of the other settings both give a shape; leave one out"
@@ -41,8 +48,20 @@ def read_shape(reading: Reading, given: Mapping[str, Any], base: RunConfig) -> N
     shape.sizes()
     shape.layers()
     shape.vocabulary(base)
-    if "--num-experts" in given:
-        shape.experts()
+    shape.experts()
+
+
+def _tokenizer(reading: Reading, given: Mapping[str, Any]) -> None:
+    """Tokens are in the files already; a tokenizer shows text."""
+    kind, model = given.get("--tokenizer-type"), given.get("--tokenizer-model")
+    if kind is not None:
+        reading.leave("--tokenizer-type", kind, "tokens are made already")
+    if model is None:
+        return
+    if kind == "HuggingFaceTokenizer" and Path(model).exists():
+        reading.map("--tokenizer-model", model, "data.tokenizer", model)
+    else:
+        reading.leave("--tokenizer-model", model, "tokens are made already; data.tokenizer names one to show text")
 
 
 class _Shape:
@@ -164,24 +183,14 @@ class _Shape:
     def vocabulary(self, base: RunConfig) -> None:
         """How many tokens the embedding has: padded, as Megatron does it."""
         given, reading = self.given, self.reading
-        kind = given.get("--tokenizer-type")
-        if kind is not None:
-            reading.leave("--tokenizer-type", kind, "tokens are made already")
-        if "--tokenizer-model" in given:
-            model = given["--tokenizer-model"]
-            if kind == "HuggingFaceTokenizer" and Path(model).exists():
-                reading.map("--tokenizer-model", model, "data.tokenizer", model)
-            else:
-                reading.leave(
-                    "--tokenizer-model", model, "tokens are made already; data.tokenizer names one to show text"
-                )
-        multiple = given.get("--make-vocab-size-divisible-by", 128) * given.get("--tensor-model-parallel-size", 1)
-        if "--make-vocab-size-divisible-by" in given:
-            reading.leave(
-                "--make-vocab-size-divisible-by",
-                given["--make-vocab-size-divisible-by"],
-                "the vocabulary is padded to it",
-            )
+        kind, padding = given.get("--tokenizer-type"), "--make-vocab-size-divisible-by"
+        # A degree that is none is refused elsewhere.
+        multiple = given.get(padding, 128) * max(1, given.get("--tensor-model-parallel-size", 1))
+        if multiple < 1:
+            reading.refuse(padding, f"{given[padding]} must be a whole number from 1")
+            return
+        if padding in given:
+            reading.leave(padding, given[padding], "the vocabulary is padded to it")
         if "--padded-vocab-size" in given:
             self.put("--padded-vocab-size", "vocab_size", given["--padded-vocab-size"])
             if "--vocab-size" in given:
@@ -201,18 +210,29 @@ class _Shape:
     def experts(self) -> None:
         """A mixture of experts."""
         given, reading = self.given, self.reading
+        if "--num-experts" not in given:
+            for flag in given.keys() & {*EXPERT_SIZES, *EXPERTS}:
+                reading.leave(flag, given[flag], "there are no experts: --num-experts is not given")
+            return
         width = given.get("--moe-ffn-hidden-size", given.get("--ffn-hidden-size"))
         if width is None:
             reading.refuse("--moe-ffn-hidden-size", "is missing; add it, or --ffn-hidden-size")
             return
+        if width < 1:
+            reading.refuse("--moe-ffn-hidden-size", f"{width} must be a whole number from 1")
+            return
         self.put("--num-experts", "experts.num_experts", given["--num-experts"])
         self.put("--moe-router-topk", "experts.num_experts_per_tok", given.get("--moe-router-topk", 2))
         self.put("--moe-ffn-hidden-size", "experts.moe_intermediate_size", width)
+        balance = "--moe-router-load-balancing-type"
         for flag, name in EXPERTS.items():
-            if flag in given:
+            if flag == "--moe-aux-loss-coeff" and flag in given and given.get(balance) == "none":
+                reading.leave(flag, given[flag], f"there is no such loss: {balance} none")
+            elif flag in given:
                 self.put(flag, f"experts.{name}", given[flag])
-        shared = given.get("--moe-shared-expert-intermediate-size", 0)
+        flag = "--moe-shared-expert-intermediate-size"
+        shared = given.get(flag, 0)
         if shared % width:
-            reading.refuse("--moe-shared-expert-intermediate-size", f"{shared} is no multiple of an expert's {width}")
-        elif shared:
-            self.put("--moe-shared-expert-intermediate-size", "experts.num_shared_experts", shared // width)
+            reading.refuse(flag, f"{shared} is no multiple of an expert's {width}")
+        elif flag in given:
+            self.put(flag, "experts.num_shared_experts", shared // width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,8 @@ from meshwright.interop.translation import Reading
 
 Act = Callable[[Reading, str, Any], None]
 Kind = Literal["bool", "int", "number", "text", "list", "any"]
+FARTHEST = sys.float_info.max
+MOST = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,14 @@ def fitting(kind: Kind, value: Any) -> Any:
         raise ValueError("must be a text")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError("must be a number")
+    # 1e400 is an infinite number, in JSON as in a shell; NaN is not between anything.
+    if not -FARTHEST <= value <= FARTHEST:
+        raise ValueError("must be a finite number")
     if kind == "int":
         # JSON's 5e8 is a floating-point number.
-        if value != value or value in (float("inf"), float("-inf")) or value != int(value):
+        if value != int(value):
             raise ValueError("must be a whole number")
+        if abs(value) >= MOST:
+            raise ValueError("must be a whole number of 64 bits")
         return int(value)
     return float(value)

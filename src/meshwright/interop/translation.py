@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshwright.config import RunConfig
 
 STRATEGY = "parallel.strategy"
+UNREAD = "has no part in anything beside the other keys of this file; leave it out"
 UNKNOWN = "follows from the number of ranks, which is not known before they have met (--nproc auto, --nodes MIN:MAX)"
 
 
@@ -95,9 +96,14 @@ class Reading:
     keys: dict[str, list[str]] = field(default_factory=dict)
     left_to_us: set[str] = field(default_factory=set)
     """Keys that the file leaves to the trainer: nothing is assumed for them."""
+    given: set[str] = field(default_factory=set)
+    """Keys that the file has."""
+    answered: set[str] = field(default_factory=set)
+    """Keys of which something was said."""
 
     def map(self, key: str, given: Any, setting: str, value: Any, note: str = "") -> None:
         """The key asks for a setting."""
+        self.answered.add(key)
         if setting in self.stated and self.stated[setting] != value:
             first = self.keys[setting][0]
             self.refuse(key, f"says {setting}={shown(value)} and {first} says {shown(self.stated[setting])}")
@@ -116,6 +122,7 @@ class Reading:
 
     def word(self, key: str, given: Any, name: str, value: Any, note: str = "") -> None:
         """The key asks for a part of the strategy."""
+        self.answered.add(key)
         text = str(value)
         if self.words.setdefault(name, text) != text:
             self.refuse(key, f"asks for {name}={text}, and another key for {name}={self.words[name]}")
@@ -125,11 +132,13 @@ class Reading:
 
     def leave(self, key: str, given: Any, reason: str) -> None:
         """The key does not apply here."""
+        self.answered.add(key)
         text = HIDDEN if is_secret_variable(key.rpartition(".")[2]) else shown(given)
         self.entries.append(Entry(key, text, "not applicable", "", reason))
 
     def refuse(self, key: str, reason: str) -> None:
         """The key asks for what is not done."""
+        self.answered.add(key)
         self.refusals.append(f"{key} {reason}")
 
     def finish(self, around: Around) -> Translation:
@@ -137,6 +146,10 @@ class Reading:
         stated = dict(self.stated)
         if self.words and not around.settled:
             stated[STRATEGY] = self._merged(around.config.parallel.strategy)
+        if not self.refusals:
+            # A refusal may leave keys that go with it unread; without one, all must have been read.
+            for key in sorted(self.given - self.answered):
+                self.refuse(key, UNREAD)
         if self.refusals:
             raise ConfigError(f"{self.file} ({self.dialect}):\n  " + "\n  ".join(self.refusals))
         keys = {setting: tuple(found) for setting, found in self.keys.items()}
