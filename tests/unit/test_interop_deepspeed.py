@@ -116,6 +116,7 @@ def zero(stage: int, **keys: Any) -> dict[str, Any]:
             {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.9], "eps": 1e-6}}},
             {"train.optimizer": "adamw", "train.beta1": 0.8, "train.beta2": 0.9, "train.eps": 1e-6},
         ),
+        ({"torch_autocast": {"enabled": True, "dtype": "auto"}}, {}),
     ],
 )
 def test_key_becomes_its_setting(content: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -162,6 +163,7 @@ def test_key_becomes_its_setting(content: dict[str, Any], settings: dict[str, An
         ({"torch_autocast": {"enabled": False, "dtype": "bf16"}}, "off"),
         ({"bf16": {"enabled": True}, "bfloat16": {"enabled": True}}, "the same as bf16"),
         (zero(3, max_reuse_distance=5, stage3_max_reuse_distance=5.0), "the same as zero_optimization.max_reuse"),
+        ({"flops_profiler": {"enabled": "auto", "profile_step": 2}}, "off"),
     ],
 )
 def test_what_does_not_apply_is_listed_with_its_reason(content: dict[str, Any], word: str) -> None:
@@ -284,6 +286,17 @@ def test_rules_have_distinct_keys_and_say_what_becomes_of_them() -> None:
             zero(3, gather_16bit_weights_on_model_save=True, stage3_gather_fp16_weights_on_model_save=False),
             "stage3_gather_fp16_weights_on_model_save are two names",
         ),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype is absent: torch.autocast would take fp16"),
+        ({"optimizer": {"type": "SGD", "params": {"eps": 1e-6}}}, "optimizer.params.eps does not belong to SGD"),
+        ({"optimizer": {"type": "Adafactor", "params": {"eps": 1e-6}}}, "does not belong to Adafactor"),
+        ({"optimizer": {"type": "SGD", "params": {"adam_w_mode": True}}}, "does not belong to SGD"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": float("nan")}}}, "must be a finite number"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 10**400}}}, "must be a finite number"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, float("inf")]}}}, "must be two numbers"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 10**400]}}}, "must be two numbers"),
+        ({"gradient_clipping": float("inf")}, "must be a finite number"),
+        ({"seed": float("inf")}, "must be a finite number"),
+        ({"train_batch_size": 1e300}, "must be a whole number of 64 bits"),
     ],
 )
 def test_mistake_and_what_is_not_done_are_refused_by_name(content: dict[str, Any], word: str) -> None:
@@ -355,6 +368,11 @@ def test_absent_keys_have_the_values_of_deepspeed_and_a_run_file_may_change_them
     assert (train.lr, train.beta2, train.grad_clip, train.weight_decay) == (3e-4, 0.9, 0.0, 0.0)
     assert resolved.origin("train.lr") == "deepspeed: optimizer.params.lr"
     assert resolved.origin("train.beta2").endswith("run.toml, line 2")
+
+
+@pytest.mark.parametrize(("name", "rate"), [("AdamW", 1e-3), ("SGD", 1e-3), ("Adafactor", 1e-2)])
+def test_rate_that_is_absent_is_that_of_the_optimizer(name: str, rate: float) -> None:
+    assert read({"optimizer": {"type": name, "params": {}}}).assumed["train.lr"] == rate
 
 
 @pytest.mark.parametrize("content", [{}, {"zero_optimization": {}}, {"zero_optimization": {"overlap_comm": True}}])
@@ -484,6 +502,8 @@ def test_run_file_that_disagrees_is_refused_unless_the_command_line_settles_it(t
         ("[1]", "one JSON object"),
         ('{"seed": 1, "seed": 2}', "'seed' is given twice"),
         (None, "no such file"),
+        (f'{{"seed": {"9" * 5000}}}', "is not JSON"),
+        ('{"seed": 1e400}', "seed = inf must be a finite number"),
     ],
 )
 def test_file_that_is_none_is_refused(tmp_path: Path, text: str | None, word: str) -> None:

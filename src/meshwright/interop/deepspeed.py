@@ -10,6 +10,7 @@ from meshwright.errors import nearest
 from meshwright.interop.deepspeed_keys import BY_KEY, DIALECT, known_keys, read_json
 from meshwright.interop.deepspeed_rules import DTYPES, STEPS_PER_PRINT
 from meshwright.interop.deepspeed_zero_rules import MIB, PREFETCH
+from meshwright.interop.rules import fitting
 from meshwright.interop.translation import STRATEGY, UNKNOWN, Around, Reading, Translation
 from meshwright.strategy import AUTO
 
@@ -32,6 +33,7 @@ def translate(content: Mapping[str, Any], file: str, around: Around) -> Translat
     given = known_keys(reading, content)
     for key, value in given.items():
         BY_KEY[key].act(reading, key, value)
+    _autocast(reading, given)
     _zero(reading, given)
     _activations(reading, given)
     _optimizer(reading, given)
@@ -42,6 +44,14 @@ def translate(content: Mapping[str, Any], file: str, around: Around) -> Translat
     _batches(reading, given, around)
     _unsharded(reading, given, around)
     return reading.finish(around)
+
+
+def _autocast(reading: Reading, given: Mapping[str, Any]) -> None:
+    """Without a dtype DeepSpeed takes torch's own for the device, and scales no loss."""
+    key = "torch_autocast.dtype"
+    if given.get("torch_autocast.enabled") and key not in given and key not in reading.answered:
+        told = "torch.autocast would take fp16 on a GPU, without a loss scale, and bf16 on a CPU"
+        reading.refuse(key, f"is absent: {told}; add it: bfloat16, or float16")
 
 
 def _zero(reading: Reading, given: Mapping[str, Any]) -> None:
@@ -150,28 +160,31 @@ def _optimizer(reading: Reading, given: Mapping[str, Any]) -> None:
         reading.refuse("optimizer.params.adam_w_mode", "= false is refused: decay is apart from the gradient (AdamW)")
         return
     reading.map("optimizer.type", name, "train.optimizer", ours)
-    if "adam_w_mode" in params:
+    if "adam_w_mode" in params and ours == "adamw":
         reading.leave("optimizer.params.adam_w_mode", params["adam_w_mode"], "AdamW; without decay both are the same")
-    defaults: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.0}
+    # Where DeepSpeed has no optimizer of that name, it is torch's.
+    defaults: dict[str, float] = {"lr": 1e-2 if ours == "adafactor" else 1e-3, "weight_decay": 0.0}
     if ours == "adamw":
         defaults |= {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
         torch_default = params.get("torch_adam", False) and name.lower() == "adamw"
         defaults["weight_decay"] = 0.01 if torch_default else 0.0
     elif ours == "sgd":
         defaults |= {"beta1": 0.0}
-    values: dict[str, float] = {name: params[name] for name in ("lr", "weight_decay", "eps") if name in params}
-    origin: dict[str, str] = {field: f"optimizer.params.{field}" for field in values}
-    for field, target in (("momentum", "sgd"), ("betas", "adamw")):
+    values: dict[str, float] = {name: params[name] for name in ("lr", "weight_decay") if name in params}
+    for field, target in (("momentum", "sgd"), ("betas", "adamw"), ("eps", "adamw"), ("adam_w_mode", "adamw")):
         if field in params and ours != target:
             reading.refuse(f"optimizer.params.{field}", f"does not belong to {name}; leave it out")
+    if "eps" in params and ours == "adamw":
+        values["eps"] = params["eps"]
+    origin: dict[str, str] = {field: f"optimizer.params.{field}" for field in values}
     if "momentum" in params and ours == "sgd":
         values["beta1"], origin["beta1"] = params["momentum"], "optimizer.params.momentum"
     if "betas" in params and ours == "adamw":
-        pair = params["betas"]
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, int | float) for one in pair)):
-            reading.refuse("optimizer.params.betas", f"= {pair!r} must be two numbers")
+        pair = _pair(params["betas"])
+        if pair is None:
+            reading.refuse("optimizer.params.betas", f"= {params['betas']!r} must be two numbers")
             return
-        values |= {"beta1": float(pair[0]), "beta2": float(pair[1])}
+        values |= {"beta1": pair[0], "beta2": pair[1]}
         origin |= dict.fromkeys(("beta1", "beta2"), "optimizer.params.betas")
     for field, value in values.items():
         # The schedule's own highest rate wins, as in DeepSpeed.
@@ -184,6 +197,16 @@ def _optimizer(reading: Reading, given: Mapping[str, Any]) -> None:
     for field, value in defaults.items():
         if field not in values and not (field == "lr" and "scheduler.params.warmup_max_lr" in given):
             reading.assume(f"optimizer.params.{field}", f"train.{field}", value, "absent: DeepSpeed's default")
+
+
+def _pair(value: Any) -> tuple[float, float] | None:
+    """Two numbers, or None where the value is something else."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    try:
+        return fitting("number", value[0]), fitting("number", value[1])
+    except ValueError:
+        return None
 
 
 def _scheduler(reading: Reading, given: Mapping[str, Any], around: Around) -> None:
@@ -271,8 +294,9 @@ def _watched(reading: Reading, given: Mapping[str, Any], around: Around) -> None
         reading.map(key, given[key], "observe.profile_steps", f"{step}:{step}", never)
         if key != "flops_profiler.enabled":
             reading.leave("flops_profiler.enabled", True, "its profile_step is what counts")
-    elif "flops_profiler.enabled" in given:
-        reading.leave("flops_profiler.enabled", False, "off")
+    else:
+        for key in {"flops_profiler.enabled", "flops_profiler.profile_step"} & given.keys():
+            reading.leave(key, given[key], "off")
 
 
 def _batches(reading: Reading, given: Mapping[str, Any], around: Around) -> None:
