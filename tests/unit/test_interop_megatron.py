@@ -276,6 +276,10 @@ def test_mistake_and_what_is_not_done_are_refused_by_name(flags: str, word: str)
     assert word in refusal(flags)
 
 
+def test_flag_with_a_wrong_value_is_not_told_to_be_missing() -> None:
+    assert "--num-layers is missing" not in refusal(SHAPE.replace("--num-layers 4", "--num-layers inf"))
+
+
 def test_batch_that_follows_from_ranks_that_nobody_knows_yet_is_refused() -> None:
     around = Around(RunConfig(), unknown=True)
     with pytest.raises(ConfigError, match="not known before they have met"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -51,7 +52,7 @@ WORDS = {
     "zero_optimization.offload_param.device": ["cpu", "none"],
 }
 """Words that mean something; others have any."""
-NUMBERS = [-1, 0, 1, 2, 4]
+NUMBERS = [-1, 0, 1, 2, 4, 10**18, math.inf, math.nan]
 READ_TOGETHER = {
     dialect: [rule for rule in rules if not rule.ours.startswith(("refused", "not applicable"))]
     for dialect, rules in (("megatron", MEGATRON), ("deepspeed", DEEPSPEED))

@@ -295,7 +295,7 @@ def _watched(reading: Reading, given: Mapping[str, Any], around: Around) -> None
         if key != "flops_profiler.enabled":
             reading.leave("flops_profiler.enabled", True, "its profile_step is what counts")
     else:
-        for key in {"flops_profiler.enabled", "flops_profiler.profile_step"} & given.keys():
+        for key in sorted({"flops_profiler.enabled", "flops_profiler.profile_step"} & given.keys()):
             reading.leave(key, given[key], "off")
 
 

@@ -41,7 +41,8 @@ def read_shape(reading: Reading, given: Mapping[str, Any], base: RunConfig) -> N
         return
     missing = [flag for flag in NEEDED if flag not in given]
     for flag in missing:
-        reading.refuse(flag, "is missing: Megatron needs it, too")
+        if flag not in reading.given:
+            reading.refuse(flag, "is missing: Megatron needs it, too")
     if missing:
         return
     shape = _Shape(reading, given)
@@ -211,7 +212,7 @@ class _Shape:
         """A mixture of experts."""
         given, reading = self.given, self.reading
         if "--num-experts" not in given:
-            for flag in given.keys() & {*EXPERT_SIZES, *EXPERTS}:
+            for flag in sorted(given.keys() & {*EXPERT_SIZES, *EXPERTS}):
                 reading.leave(flag, given[flag], "there are no experts: --num-experts is not given")
             return
         width = given.get("--moe-ffn-hidden-size", given.get("--ffn-hidden-size"))

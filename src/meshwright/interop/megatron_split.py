@@ -138,7 +138,7 @@ def _recompute(reading: Reading, given: Given, settled: bool) -> None:
         reading.refuse(grain, f"{kind} is neither full nor selective")
         return
     if kind != "full":
-        for flag in {method, layers} & given.keys():
+        for flag in sorted({method, layers} & given.keys()):
             beside = "selective, as Megatron refuses it" if kind else f"without {grain} full"
             reading.refuse(flag, f"needs {grain} full beside it, and is {beside}; leave it out")
     if kind == "selective":
@@ -173,7 +173,7 @@ def _full(reading: Reading, given: Given, settled: bool) -> None:
         note = said
     elif given.get("--pipeline-model-parallel-size", 1) > 1:
         if settled:
-            for flag in {grain, method, layers} & given.keys():
+            for flag in sorted({grain, method, layers} & given.keys()):
                 reading.leave(flag, given[flag], "parallel.strategy of the command line says it")
             return
         reading.refuse(
