@@ -218,3 +218,15 @@ def test_names_of_others_are_told_as_ours(meshwright: CommandLine, tiny_run: lis
     planned = meshwright("plan", "--model", "llama3.2-1b", "--cluster", "8xh100", "tp_size<=2", "--json")
     assert "note   tp_size<=2 is tp<=2 here" in planned.stderr
     assert json.loads(planned.stdout)["constraints"] == ["tp<=2"]
+
+
+def test_a_plan_s_own_strategy_counts_in_place_of_the_flags(meshwright: CommandLine, tmp_path: Path) -> None:
+    shape = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64"
+    split = "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block"
+    rest = "--recompute-num-layers 1 --micro-batch-size 1 --global-batch-size 16 --vocab-size 999 --lr 1e-4"
+    (tmp_path / "gpt.args").write_text(f"{shape} {split} {rest} --train-iters 10 --bf16")
+    asked = ("plan", "--megatron-args", "gpt.args", "--cluster", "8xh100", "--json")
+    assert "--recompute-method block computes 1 layers of every stage" in meshwright(*asked).stderr
+    done = meshwright(*asked, "--strategy", "dp=4 pp=2 recompute=full")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["candidates"][0]["strategy"] == "dp=4 pp=2 recompute=full"

@@ -220,7 +220,7 @@ def _take_flags(args: argparse.Namespace, gpus: int) -> Carried:
     """Fill in what the flags of a Megatron-LM run say and the options do not; gives what else they say."""
     from meshwright.interop.plan_args import asked_by_megatron
 
-    asked = asked_by_megatron(args.megatron_args, gpus)
+    asked = asked_by_megatron(args.megatron_args, gpus, args.strategy)
     if not args.json:
         from meshwright.interop.show import print_translation
 

@@ -29,9 +29,10 @@ class Asked:
     """What the flags say beside the question."""
 
 
-def asked_by_megatron(file: str, gpus: int) -> Asked:
-    """The same model, batch and strategy on so many chips."""
-    resolved, translation = resolve_foreign("megatron", file, gpus)
+def asked_by_megatron(file: str, gpus: int, strategy: str | None = None) -> Asked:
+    """The same model, batch and strategy on so many chips; or another strategy, in place of the flags'."""
+    overrides = [] if strategy is None else [f"parallel.strategy={strategy}"]
+    resolved, translation = resolve_foreign("megatron", file, gpus, overrides=overrides)
     config = resolved.config
     return Asked(
         model_spec(config),
