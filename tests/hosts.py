@@ -7,6 +7,8 @@
     with Hosts(4, islands=["ac", "bd"]) as hosts:       # two switches, joined by one cable
         hosts.limit_between(mbit=50)
 
+    with Hosts(2, cards=2) as hosts:                    # two network cards each, of which ranks take turns
+
 Needs root and iproute2, as CI has; the namespaces talk to each other and to nobody else. A host's link can be limited,
 cut and put back: limits are the kernel's, on what leaves a host and on what comes to it.
 """
@@ -54,10 +56,13 @@ class Hosts:
         folder: Path | None = None,
         islands: Sequence[Sequence[str]] = (),
         first: bool = False,
+        cards: int = 1,
     ) -> None:
         """`islands` are hosts by the switch that they are on: two of them, joined by a cable that can be limited.
-        `first`: their processes come before all others of this machine, where it lets them; for what is timed."""
+        `first`: their processes come before all others of this machine, where it lets them; for what is timed.
+        `cards`: network cards of each host, which have switches of their own."""
         self.islands = islands
+        self.cards = cards
         self.names = [chr(ord("a") + number) for number in range(names)] if isinstance(names, int) else list(names)
         self.folder = folder
         self._first = first
@@ -70,7 +75,7 @@ class Hosts:
         bridge = self.space("net")
         ip("netns", "add", bridge)
         switches = [f"bridge{number}" for number in range(max(1, len(self.islands)))]
-        for switch in switches:
+        for switch in [*switches, *(f"rail{card}" for card in range(1, self.cards))]:
             ip("-n", bridge, "link", "add", switch, "type", "bridge")
             ip("-n", bridge, "link", "set", switch, "up")
         if self.islands:
@@ -81,11 +86,13 @@ class Hosts:
             space = self.space(name)
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-            ip("-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", f"to-{name}", "netns", bridge)
             switch = next((number for number, names in enumerate(self.islands) if name in names), 0)
-            ip("-n", bridge, "link", "set", f"to-{name}", "master", switches[switch], "up")
-            ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
-            ip("-n", space, "link", "set", "eth0", "up")
+            for card in range(self.cards):
+                own, end = f"eth{card}", self._end(name, card)
+                ip("-n", space, "link", "add", own, "type", "veth", "peer", "name", end, "netns", bridge)
+                ip("-n", bridge, "link", "set", end, "master", f"rail{card}" if card else switches[switch], "up")
+                ip("-n", space, "addr", "add", f"{self.address(name, card)}/24", "dev", own)
+                ip("-n", space, "link", "set", own, "up")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,14 +111,19 @@ class Hosts:
         """The namespace of a host."""
         return f"{self._tag}-{name}"
 
-    def address(self, name: str) -> str:
+    def address(self, name: str, card: int = 0) -> str:
         """Where the others reach it."""
-        return f"10.77.0.{self.names.index(name) + 1}"
+        return f"10.77.{card}.{self.names.index(name) + 1}"
+
+    def _end(self, name: str, card: int) -> str:
+        """What a host's card is called on its switch."""
+        return f"to-{name}-{card}" if card else f"to-{name}"
 
     def limit(self, name: str, mbit: float) -> None:
-        """Let a host's link carry no more than that, in each direction."""
-        for space, device in ((self.space(name), "eth0"), (self.space("net"), f"to-{name}")):
-            self._shape(space, device, mbit)
+        """Let a host's link, or each of them, carry no more than that, in each direction."""
+        for card in range(self.cards):
+            for space, device in ((self.space(name), f"eth{card}"), (self.space("net"), self._end(name, card))):
+                self._shape(space, device, mbit)
 
     def limit_between(self, mbit: float) -> None:
         """Let the cable between islands carry no more than that, in each direction."""
@@ -170,7 +182,7 @@ class Hosts:
                 own = {
                     "RANK": node * each + local, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": each,
                     "GROUP_RANK": node, "MASTER_ADDR": self.address(self.names[0]), "MASTER_PORT": port,
-                    "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": 1,
+                    "GLOO_SOCKET_IFNAME": f"eth{local % self.cards}", "OMP_NUM_THREADS": 1,
                 }  # fmt: skip
                 given = {key: str(value) for key, value in own.items()}
                 ranks.append(self.popen(name, *words, env=os.environ | given | (env or {})))

@@ -145,6 +145,26 @@ def test_paths_are_measured_and_say_which_machines_belong_together(tmp_path: Pat
     assert sorted(order[:2]) in (["a", "c"], ["b", "d"])
 
 
+@pytest.mark.parametrize("cards", [1, 2])
+def test_a_path_carries_what_all_ranks_of_two_machines_send_at_once(cards: int, tmp_path: Path) -> None:
+    # 100 Mbit/s between the machines: of one card that two ranks share, or of two, of which each rank has one.
+    file, facts = tmp_path / "measured.toml", tmp_path / "paths.json"
+    words = ("meshwright", "bench", "comm", "--paths", str(file), "--json", str(facts), "--device", "cpu")
+    with Hosts(2, tmp_path, cards=cards) as hosts:
+        for name in hosts.names:
+            hosts.limit(name, mbit=100 / cards)
+        ended = hosts.run_ranks(2, *words, timeout=240)
+    assert [one.code for one in ended] == [0] * 4, ended[0].err
+    cluster = parse_cluster(str(file))
+    assert (cluster.node, cluster.gpus, cluster.names) == (2, 4, ("a", "b"))
+    (path,) = cluster.paths
+    print(path.bandwidth)
+    assert 0.8 * 0.0125 < path.bandwidth < 1.1 * 0.0125
+    found = json.loads(facts.read_text())
+    assert found["paths"] == [{"between": ["a", "b"], "gb_s": path.bandwidth}]
+    assert (found["backend"], found["device"]) == ("gloo", "cpu")
+
+
 def test_machines_that_meet_are_numbered_in_the_searched_order(corpus: Path, tmp_path: Path) -> None:
     given = f"parallel.cluster={cluster_file(tmp_path, 4, 1, 0.5, BETWEEN)}"
     settings = [*SETTINGS, f"data.path={corpus}", given, "parallel.placement=auto"]

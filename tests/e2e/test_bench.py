@@ -186,6 +186,8 @@ def test_what_says_little_about_bandwidth_is_not_kept_and_a_damaged_file_is_told
         (("all_reduce", "--algorithms"), "without operations"),
         (("--node-size", 2), "--algorithms"),
         (("--nproc", 2, "--strategy", "tp=3"), "tp=3"),
+        (("--paths", "p.toml", "-b", "1K", "-e", "1K", "--iters", 1), "leave --begin, --end, --iters out"),
+        (("--paths", "p.toml", "--json", "p.json"), "under torchrun or srun"),
         (("--plot", "all_reduce"), "goes after the operations"),
         (("--plot", "nowhere/comm.png"), "in a folder that is there"),
     ],

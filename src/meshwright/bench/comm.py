@@ -78,15 +78,19 @@ def measure(asked: Asked, out: str | None, world: World) -> None:
 
 def leave(rows: Sequence[Any], out: str | None, world: World) -> None:
     """Write what was measured, and on what, where the first rank was asked to."""
-    if not world.is_first or out is None:
-        return
+    if world.is_first and out is not None:
+        found = {**facts_of(world), "rows": [asdict(row) for row in rows]}
+        Path(out).write_text(json.dumps(found), encoding="utf-8")
+
+
+def facts_of(world: World) -> dict[str, Any]:
+    """On what is measured."""
     chip, name = "cpu", "cpu"
     if world.device.type == "cuda":
         name = torch.cuda.get_device_name(world.device)
         known = chip_named(name, torch.cuda.get_device_properties(world.device).total_memory / 2**20)
         chip = known.key if known is not None else ""
-    facts = {"backend": world.backend, "ranks": world.size, "chip": chip, "device": name, "torch": torch.__version__}
-    Path(out).write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}), encoding="utf-8")
+    return {"backend": world.backend, "ranks": world.size, "chip": chip, "device": name, "torch": torch.__version__}
 
 
 def _say(world: World, text: str) -> None:

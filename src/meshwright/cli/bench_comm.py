@@ -27,17 +27,22 @@ NCCL_TESTS = {"alltoall": "all_to_all", "sendrecv": "send_receive"}
 DTYPES = ("float32", "float64", "bf16", "fp16")
 TERMINAL = "-"
 """What `--plot` alone means."""
+_FACTS = ("backend", "device", "torch")
+_HOW: dict[str, Any] = {
+    "begin": "8", "end": "128M", "factor": 2, "dtype": "float32", "warm_up": 5, "iters": 20, "no_check": False,
+}  # fmt: skip
+"""How collectives are measured, unless told otherwise; paths have nothing of it."""
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """What `meshwright bench comm` takes."""
     parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"{', '.join(COLLECTIVES)} (default: all)")
     parser.add_argument("--nproc", type=int, default=2, metavar="N", help="ranks of this machine (default 2)")
-    parser.add_argument("-b", "--begin", default="8", metavar="SIZE", help="smallest size in bytes (default 8)")
-    parser.add_argument("-e", "--end", default="128M", metavar="SIZE", help="largest size (default 128M)")
-    parser.add_argument("-f", "--factor", type=int, default=2, metavar="N", help="from size to size (default 2)")
+    parser.add_argument("-b", "--begin", metavar="SIZE", help="smallest size in bytes (default 8)")
+    parser.add_argument("-e", "--end", metavar="SIZE", help="largest size (default 128M)")
+    parser.add_argument("-f", "--factor", type=int, metavar="N", help="from size to size (default 2)")
     parser.add_argument("--strategy", metavar="TEXT", help="measure over each of its axes (default: all ranks)")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of elements")
+    parser.add_argument("--dtype", choices=DTYPES, help="of elements")
     parser.add_argument(
         "--algorithms", action="store_true", help="all-reduce algorithms over messages beside the backend's own instead"
     )
@@ -50,16 +55,17 @@ def describe(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="between every two machines instead: writes a cluster file",
     )
-    parser.add_argument("--warm-up", type=int, default=5, metavar="N", help="calls before those that count (default 5)")
-    parser.add_argument("--iters", type=int, default=20, metavar="N", help="calls that count, if they are short")
+    parser.add_argument("--warm-up", type=int, metavar="N", help="calls before those that count (default 5)")
+    parser.add_argument("--iters", type=int, metavar="N", help="calls that count, if they are short")
     parser.add_argument("--no-check", action="store_true", help="do not look whether results are right")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "cuda-shared"), help="where")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the lines through them")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows and the lines through them, or paths")
     parser.add_argument(
         "--plot", nargs="?", const=TERMINAL, metavar="FILE.png",
         help="draw bandwidth and time by size: in the terminal, or into a file",
     )  # fmt: skip
     parser.add_argument("--no-save", action="store_true", help="do not keep latencies and bandwidths for later plans")
+    parser.set_defaults(**_HOW)
     parser.epilog = (
         "Sizes, times and bandwidths are those of nccl-tests. Under torchrun or srun all ranks of the job take part.\n"
         "exit code: 0 all results were right, 1 one was wrong, 2 something to change in the command\n\n"
@@ -76,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
     from meshwright.torch_support import require_torch
 
     require_torch()
+    if args.paths is not None:
+        return _paths(args)
     from meshwright.bench.comm import Asked
 
     asked = Asked(
@@ -92,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         rows = [Row(**row) for row in found["rows"]]
         facts = _lines(rows)
-    facts |= {fact: found[fact] for fact in ("backend", "device", "torch")}
+    facts |= {fact: found[fact] for fact in _FACTS}
     print(f"out of bounds values: {wrong} {'OK' if not wrong else 'FAILED'}")
     if args.json is not None:
         _write(args.json, as_json(facts))
@@ -140,8 +148,8 @@ def _check(args: argparse.Namespace) -> list[int]:
         raise UserError("--algorithms are those of an all-reduce over all ranks: without operations and --strategy")
     if args.node_size is not None and (not args.algorithms or args.node_size < 1):
         raise UserError("--node-size takes a whole number from 1, and goes with --algorithms")
-    if args.paths is not None and (args.operations or args.strategy is not None or args.algorithms or args.plot):
-        raise UserError("--paths measures messages between machines and nothing else: leave the others out")
+    if args.paths is not None:
+        _check_paths(args)
     if args.plot not in (None, TERMINAL):
         from meshwright.bench.comm_picture import require_matplotlib
 
@@ -155,10 +163,37 @@ def _check(args: argparse.Namespace) -> list[int]:
     return sizes(args.begin, args.end, args.factor)
 
 
+def _check_paths(args: argparse.Namespace) -> None:
+    """Refuse what is about collectives."""
+    named = [name for name in ("strategy", "algorithms", "plot") if getattr(args, name)]
+    named += [name for name, usual in _HOW.items() if getattr(args, name) != usual]
+    told = [*args.operations, *(f"--{name.replace('_', '-')}" for name in named)]
+    if told:
+        raise UserError(
+            f"--paths measures messages of its own between machines, and nothing else: leave {', '.join(told)} out"
+        )
+
+
+def _paths(args: argparse.Namespace) -> int:
+    """Measure between machines, of whose ranks this is one."""
+    from meshwright.bench.comm import facts_of
+    from meshwright.bench.comm_paths import measure_paths
+    from meshwright.parallel.world import join_world, launched_ranks
+
+    launched = launched_ranks()
+    if launched is None:
+        raise UserError("--paths goes between machines: start it under torchrun or srun")
+    with join_world(args.device, 600.0, launched) as joined:
+        found = measure_paths(args.paths, joined)
+        if found is not None and args.json is not None:
+            facts = facts_of(joined)
+            _write(args.json, as_json({"paths": found} | {fact: facts[fact] for fact in _FACTS}))
+    return 0
+
+
 def _measure(args: argparse.Namespace, asked: Asked) -> dict[str, Any] | None:
     """What the first rank found, in that rank or in the process that started all of them; None in others."""
     from meshwright.bench import comm, comm_algorithms
-    from meshwright.bench.comm_paths import measure_paths
     from meshwright.launch.local import run_ranks
     from meshwright.parallel.world import join_world, launched_ranks
     from meshwright.strategy import Strategy
@@ -169,12 +204,6 @@ def _measure(args: argparse.Namespace, asked: Asked) -> dict[str, Any] | None:
         raise UserError("one rank has nobody to talk to; use --nproc 2 or more")
     if args.strategy is not None:
         Strategy.parse(args.strategy, world)
-    if args.paths is not None:
-        if launched is None:
-            raise UserError("--paths goes between machines: start it under torchrun or srun")
-        with join_world(args.device, 600.0, launched) as joined:
-            measure_paths(args.paths, joined)
-        return None
     work = partial(comm_algorithms.measure, asked, args.node_size) if args.algorithms else partial(comm.measure, asked)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         out = Path(folder) / "rows.json"
