@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from meshwright.bench import comm_algorithms
 from meshwright.bench.collectives import OPERATIONS, repeated
-from meshwright.bench.comm import DTYPES, Asked, measure, seconds_of
+from meshwright.bench.comm import DTYPES, Asked, measure, places_of, seconds_of
 from meshwright.comm.algorithms import ALGORITHMS
+from meshwright.parallel.mesh import axes_of, make_mesh
 from meshwright.parallel.world import World
+from meshwright.strategy import Strategy
 from meshwright.verify.live_memory import LiveMemory
 from meshwright.verify.pool import RankPool
 
@@ -62,6 +64,34 @@ def test_every_axis_is_measured_in_its_groups(pool: RankPool, tmp_path_factory: 
         for size in (8, 4096)
     ]
     assert all(row["seconds"] > 0 and row["wrong"] == 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [
+        ("dp=4 zero=3", {"dp": [0, 1, 2, 3]}),
+        ("replicate=2 shard=2 zero=3", {"dp": [0, 1, 2, 3], "replicate": [0, 2], "shard": [0, 1]}),
+        ("dp=2 cp=2", {"cp": [0, 1], "dp": [0, 2], "loss": [0, 1, 2, 3]}),
+        ("dp=4 ep=2", {"dp": [0, 1, 2, 3], "ep": [0, 1], "copies": [0, 2]}),
+        ("dp=2 ep=2 cp=2", {"cp": [0, 1], "dp": [0, 2], "loss": [0, 1, 2, 3]}),
+    ],
+)
+def test_all_groups_of_a_training_are_measured_once(strategy: str, axes: dict[str, list[int]], pool: RankPool) -> None:
+    (first, *_) = pool.run(groups_of, 4, strategy)
+    assert first == {axis: (ranks, 4 // len(ranks)) for axis, ranks in axes.items()}
+    # What training names its groups by are the same ranks.
+    assert {" ".join(map(str, ranks)) for ranks in axes.values()} == pool.run(groups_of_training, 4, strategy)[0]
+
+
+def groups_of(world: World, strategy: str) -> dict[str, tuple[list[int], int]]:
+    """The first rank's group of each axis, and how many groups there are of it."""
+    found = places_of(Asked((), (), strategy), world)
+    return {one.axis: (dist.get_process_group_ranks(one.group), one.groups) for one in found}
+
+
+def groups_of_training(world: World, strategy: str) -> set[str]:
+    mesh = make_mesh(Strategy.parse(strategy, world.size), world.device.type)
+    return set(axes_of(mesh))
 
 
 def algorithm_rows(world: World, asked: Asked, node_size: int | None, path: str) -> None:

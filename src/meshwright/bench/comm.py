@@ -65,7 +65,7 @@ class Place:
 def measure(asked: Asked, out: str | None, world: World) -> None:
     """Measure, print rows on the first rank as they come, and leave them in a file there."""
     rows: list[Row] = []
-    places = list(_places(asked, world))
+    places = list(places_of(asked, world))
     for operation in asked.operations:
         for place in places:
             _say(world, f"\n{operation} over {place}, {world.backend} on {world.device.type}\n{HEADER}\n{UNITS}")
@@ -98,8 +98,8 @@ def _say(world: World, text: str) -> None:
         print(text, flush=True)
 
 
-def _places(asked: Asked, world: World) -> Iterator[Place]:
-    """The axes that are measured."""
+def places_of(asked: Asked, world: World) -> Iterator[Place]:
+    """The axes that are measured, whose groups all ranks make together."""
     assert dist.group.WORLD is not None
     node = max(map(len, machines_of(dist.group.WORLD)))
     for axis, group, count in _groups(asked, world):
@@ -108,20 +108,25 @@ def _places(asked: Asked, world: World) -> Iterator[Place]:
 
 
 def _groups(asked: Asked, world: World) -> Iterator[tuple[str, dist.ProcessGroup, int]]:
-    """The groups that this rank is in, by axis, and how many there are of each."""
+    """The groups that this rank is in, by axis, and how many there are of each; those of the same ranks once."""
     if asked.strategy is None:
         assert dist.group.WORLD is not None
         yield WORLD, dist.group.WORLD, 1
         return
     strategy = Strategy.parse(asked.strategy, world.size)
     mesh = make_mesh(strategy, world.device.type)
-    for axis in ("tp", "cp", "pp", "data"):
-        of_axis = mesh.data if axis == "data" else mesh[axis]
-        if of_axis.size() > 1:
-            yield "dp" if axis == "data" else axis, of_axis.get_group(), world.size // of_axis.size()
-    if strategy.ep > 1:
-        assert mesh.experts is not None
-        yield "ep", mesh.experts["ep"].get_group(), world.size // strategy.ep
+    meshes = {axis: mesh[axis] for axis in ("tp", "cp", "pp")}
+    meshes |= {"dp": mesh.data, "replicate": mesh["replicate"], "shard": mesh["shard"]}
+    meshes |= {"loss": mesh.loss, "state": mesh.state}
+    if mesh.experts is not None:
+        meshes |= {"ep": mesh.experts["ep"], "copies": mesh.experts.copies, "expert_state": mesh.experts.state}
+    seen = set()
+    for axis, one in meshes.items():
+        # Axes that are the same ranks on one rank are so on all.
+        ranks = tuple(dist.get_process_group_ranks(one.get_group()))
+        if len(ranks) > 1 and ranks not in seen:
+            seen.add(ranks)
+            yield axis, one.get_group(), world.size // len(ranks)
 
 
 def _row(asked: Asked, operation: str, place: Place, size: int, world: World) -> Row:

@@ -41,7 +41,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-b", "--begin", metavar="SIZE", help="smallest size in bytes (default 8)")
     parser.add_argument("-e", "--end", metavar="SIZE", help="largest size (default 128M)")
     parser.add_argument("-f", "--factor", type=int, metavar="N", help="from size to size (default 2)")
-    parser.add_argument("--strategy", metavar="TEXT", help="measure over each of its axes (default: all ranks)")
+    parser.add_argument("--strategy", metavar="TEXT", help="measure over each of its groups (default: all ranks)")
     parser.add_argument("--dtype", choices=DTYPES, help="of elements")
     parser.add_argument(
         "--algorithms", action="store_true", help="all-reduce algorithms over messages beside the backend's own instead"
@@ -224,7 +224,9 @@ def _lines(rows: Sequence[Row]) -> dict[str, Any]:
         if line.bend is not None and line.beyond is not None:
             whole = line.bend / bus_factor(row.operation, row.ranks)
             bent = f", above {size_words(whole)} {line.beyond / 1e9:.3g} GB/s"
-        print(f"  {row.operation:16}{row.axis:8}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.3g} GB/s{bent}")
+        print(
+            f"  {row.operation:16}{row.axis:12}{line.latency_s * 1e6:10.1f} us{line.bandwidth / 1e9:10.3g} GB/s{bent}"
+        )
         lines.append(
             {"operation": row.operation, "axis": row.axis, "ranks": row.ranks, "inside": row.inside, **line._asdict()}
         )

@@ -23,7 +23,7 @@ class LinkLine:
 
     operation: str
     axis: str
-    """Of a strategy; or the world, where it was over all ranks."""
+    """Of a strategy, or made of several of them; or the world, where it was over all ranks."""
     ranks: int
     """Of a group."""
     inside: int
