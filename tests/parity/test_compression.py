@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -140,6 +142,12 @@ def test_compression_begins_when_it_is_told_to(pool: RankPool, corpus: Path, tmp
     assert [line["sent_share"] == 1.0 for line in lines] == [True, True, False]
 
 
+def test_compression_that_does_not_begin_is_told(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, corpus, "dp=2 compress=int8", "comm.compress_after=2", "train.steps=2")
+    (said, *_) = pool.run(train_and_hear, 2, settings)
+    assert "comm.compress_after=2 is not before train.steps=2: nothing is compressed" in said
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_of_the_largest_train_as_one_process_does(ranks: int, prover: Prover) -> None:
     settings: dict[str, dict[str, object]] = {"comm": {"bucket_mb": 0.02}}
@@ -159,6 +167,13 @@ SETTINGS = [
 def train(world: World, overrides: list[str], fault: str = "") -> None:
     world.pulse._faults = parse_faults(fault)
     Trainer(load_config(None, overrides), world).train()
+
+
+def train_and_hear(world: World, overrides: list[str]) -> str:
+    """What is printed meanwhile."""
+    with redirect_stdout(io.StringIO()) as said:
+        train(world, overrides)
+    return said.getvalue()
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +18,13 @@ from meshwright.comm.bandwidth import Line
 from meshwright.comm.bucket_size import LEAST, best_bucket
 from meshwright.comm.compression import Compression, ring
 from meshwright.comm.compressors import KINDS, largest
-from meshwright.config import load_config
+from meshwright.config import RunConfig, load_config
 from meshwright.errors import CheckpointError, ConfigError, UserError
 from meshwright.models.presets import preset
 from meshwright.planning.constraints import parse_constraints
 from meshwright.strategy import COMPRESS, Strategy
+from meshwright.training.planned import Planned, plan_ranks, plan_run
+from meshwright.training.run_folder import RunFolder
 from meshwright.training.travel import travel_of
 
 MATRIX = ((4096, 4096),)
@@ -66,6 +70,29 @@ def test_what_is_remembered_does_not_go_with_a_scale_that_changes(kind: str) -> 
     with pytest.raises(ConfigError, match="may be of another scale"):
         travel_of(load_config(None, ["train.precision=fp16"]), strategy)
     travel_of(load_config(None, ["train.precision=bf16"]), strategy)
+
+
+def test_steps_before_compression_are_refused_where_nothing_is_compressed(tmp_path: Path) -> None:
+    given = ["model.preset=tiny", "comm.compress_after=3", f"run.dir={tmp_path / 'run'}"]
+    ways: list[Callable[[RunConfig], Planned]] = [
+        lambda asked: plan_run(asked, 2),
+        lambda asked: plan_ranks(asked, 2, 2),
+    ]
+    for text in ("dp=2", "dp=2 compress=none", "auto"):
+        config = load_config(None, [*given, f"parallel.strategy={text}"])
+        for ask in ways:
+            with pytest.raises(ConfigError, match=r"comm\.compress_after=3 .* or leave comm\.compress_after out"):
+                ask(config)
+    compressed = load_config(None, [*given, "parallel.strategy=dp=2 compress=int8"])
+    assert plan_run(compressed, 2).strategy == "dp=2 compress=int8"
+    # Of a run that goes on without compression the setting cannot be changed.
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_config(compressed)
+    whole = load_config(None, [*given, "parallel.strategy=dp=2"])
+    assert plan_run(whole, 2).strategy == "dp=2"
+    with pytest.raises(ConfigError, match="compresses none"):
+        plan_run(load_config(None, [*given, "parallel.strategy=dp=2", "run.fresh=true"]), 2)
 
 
 @pytest.mark.parametrize(

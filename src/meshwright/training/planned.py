@@ -25,7 +25,7 @@ from meshwright.strategy import AUTO, Strategy
 from meshwright.training.job import batch_schedule, model_spec
 from meshwright.training.leeway import check_leeway, limits_of, travel_limits, whence
 from meshwright.training.run_folder import RunFolder
-from meshwright.training.travel import travel_of
+from meshwright.training.travel import check_asked, travel_of
 
 if TYPE_CHECKING:
     from meshwright.parallel.world import World
@@ -73,6 +73,7 @@ def asks_planner(config: RunConfig) -> bool:
 
 def plan_run(config: RunConfig, world: int, local: int | None = None) -> Planned:
     """The strategy for exactly that many ranks, `local` of them on each machine."""
+    check_asked(config)
     here = local or world
     if not asks_planner(config):
         # One that was changed by parallel.retune stays so.
@@ -83,6 +84,7 @@ def plan_run(config: RunConfig, world: int, local: int | None = None) -> Planned
 
 def plan_ranks(config: RunConfig, ranks: int, local: int) -> Planned:
     """The strategy for at most that many ranks: those that cannot share the batch or the model stay idle."""
+    check_asked(config)
     if not asks_planner(config):
         kept = _kept(config, ranks, local) if config.parallel.retune else None
         return kept or _nearest(config, ranks, local)
@@ -103,6 +105,7 @@ def plan_ranks(config: RunConfig, ranks: int, local: int) -> Planned:
 
 def agree(config: RunConfig, world: World) -> Planned:
     """The same for the ranks of a launcher's job: the first one asks, the others take its answer."""
+    check_asked(config)
     if not asks_planner(config) and not config.parallel.retune:
         return Planned(config, config, world.size, world.local)
     found = plan_run(config, world.size, world.local) if world.is_first else None

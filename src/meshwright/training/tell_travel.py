@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from meshwright.comm.compression import Compression
+from meshwright.comm.compression import NONE, Compression
 from meshwright.models.shapes import shapes_of
 from meshwright.training.hooks import Hook
 from meshwright.training.loop import TrainingLoop
 
 
 class TellTravel(Hook):
-    """A line for what was measured, and one for compression that saves nothing."""
+    """A line for what was measured, and one for compression that saves nothing, or that does not begin."""
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first or trainer.finished:
@@ -23,3 +23,9 @@ class TellTravel(Hook):
         vain = Compression.parse(strategy.compress).in_vain(shapes, strategy.dp, element)
         if vain is not None:
             print(f"comm   {vain}", flush=True)
+        after, steps = trainer.config.comm.compress_after, trainer.config.train.steps
+        if strategy.compress != NONE and after >= steps:
+            print(
+                f"comm   comm.compress_after={after} is not before train.steps={steps}: nothing is compressed",
+                flush=True,
+            )
