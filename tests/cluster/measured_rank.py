@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from meshwright.comm.compression import Compression
 from meshwright.comm.compressors import Bucket, compressor
+from meshwright.comm.sums import sum_over
 from meshwright.config import load_config
 from meshwright.models.presets import preset
 from meshwright.parallel.world import World, join_world, launched_ranks
@@ -41,7 +42,7 @@ def bytes_on_the_wire(world: World, kinds: list[str]) -> dict[str, dict[str, flo
         flat = torch.randn(sum(torch.Size(shape).numel() for shape in SHAPES))
         parts = flat.split([torch.Size(shape).numel() for shape in SHAPES])
         bucket = Bucket(flat, [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)], list("abc"))
-        one = compressor(Compression.parse("bf16" if kind == "none" else kind), group, dist.all_reduce)
+        one = compressor(Compression.parse("bf16" if kind == "none" else kind), group, sum_over(group))
         one.waits = kind == "none"
         one(bucket)
         dist.barrier()

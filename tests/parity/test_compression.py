@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from math import prod
 from pathlib import Path
@@ -16,8 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.reader import CheckpointReader, load_whole
+from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.comm.compression import Compression, ring
 from meshwright.comm.compressors import Bucket, Compressor, compressor
+from meshwright.comm.sums import sum_over
+from meshwright.comm.transfers import together
+from meshwright.comm.travel import BACKEND
 from meshwright.config import load_config
 from meshwright.faults import parse_faults
 from meshwright.parallel.world import World
@@ -31,10 +36,10 @@ SHAPES = ((48, 31), (31,), (29, 4, 17), (7,), (600, 64), (1,))
 """No number of elements that 2, 3 or 4 ranks or blocks of 256 divide."""
 
 
-def made(kind: str) -> Compressor:
+def made(kind: str, algorithm: str = BACKEND) -> Compressor:
     group = dist.group.WORLD
     assert group is not None
-    return compressor(Compression.parse(kind), group, dist.all_reduce)
+    return compressor(Compression.parse(kind), group, sum_over(group, algorithm))
 
 
 def bucket_of(seed: int, dtype: torch.dtype = torch.float64) -> Bucket:
@@ -111,6 +116,53 @@ def test_one_percent_of_the_largest_sends_less_than_five_percent_of_a_ring(ranks
     dense = ring(sum(map(prod, SHAPES)), ranks, 4)
     for found in pool.run(reduce_often, ranks, "topk:0.01", torch.float32):
         assert found["sent"] < 0.05 * dense
+
+
+def sent_by(world: World, kind: str, algorithm: str) -> list[int]:
+    """Bytes that this rank says it sent for one sum, those that went out, and what gradients are uncompressed."""
+    one = made(kind, algorithm)
+    with pytest.MonkeyPatch.context() as patch:
+        gone: list[int] = []
+
+        def watched(outgoing: Sequence[tuple[Tensor, int]], *others: Any) -> Any:
+            gone.extend(tensor.nbytes for tensor, _ in outgoing)
+            return together(outgoing, *others)
+
+        patch.setattr("meshwright.comm.all_reduce.together", watched)
+        one(bucket_of(0, torch.float32))
+    return [one.sent, sum(gone), one.whole(sum(map(prod, SHAPES)))]
+
+
+@pytest.mark.parametrize("kind", ["powersgd:4", "bf16"])
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_bytes_of_an_algorithm_are_those_that_it_sent(algorithm: str, kind: str, pool: RankPool) -> None:
+    rings, whole = Compression.parse(kind).sent(SHAPES, 3), ring(sum(map(prod, SHAPES)), 3, 4)
+    found = pool.run(sent_by, 3, kind, algorithm)
+    assert all(counted == gone > 0 for counted, gone, _ in found)
+    if algorithm == "ps":
+        # The server sends to both others what they send to it.
+        for rank, (counted, _, uncompressed) in enumerate(found):
+            assert counted == pytest.approx((0.75 if rank else 1.5) * rings, rel=1e-3)
+            assert uncompressed == pytest.approx((0.75 if rank else 1.5) * whole, rel=1e-3)
+    if algorithm == "ring":
+        assert sum(counted for counted, _, _ in found) == pytest.approx(3 * rings, rel=1e-3)
+
+
+def test_the_share_that_is_sent_is_of_what_the_algorithm_would_send(
+    pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    given = ["comm.compress_after=1", "train.steps=2", "train.global_batch=6"]
+    rows = {}
+    for algorithm in ("backend", "ps"):
+        folder = tmp_path / algorithm
+        settings = settings_of(folder, corpus, "dp=3 compress=bf16", f"comm.allreduce={algorithm}", *given)
+        pool.run(train, 3, settings)
+        rows[algorithm] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # The first rank writes them, which is the server.
+    for one, other in zip(rows["backend"], rows["ps"], strict=True):
+        assert other["sent_mib"] == pytest.approx(1.5 * one["sent_mib"], rel=1e-3)
+        assert other["sent_share"] == pytest.approx(one["sent_share"], rel=1e-3)
+    assert [row["sent_share"] for row in rows["ps"]] == [1.0, 0.5]
 
 
 def meet_what_is_no_number(world: World, kind: str, bad: float) -> tuple[bool, bool, bool]:

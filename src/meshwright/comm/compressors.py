@@ -19,12 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.comm.compression import BLOCK, Compression, ring
+from meshwright.comm.compression import BLOCK, Compression
+from meshwright.comm.sums import Sum
 from meshwright.models.counter_random import key_of, normal
 from meshwright.parallel.torch_releases import all_gather_into
-
-Sum = Callable[[Tensor], None]
-"""Puts the sum over ranks in the place of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Bucket:
     names: Sequence[str]
 
 
-def sum_in(dtype: torch.dtype, flat: Tensor, total: Sum) -> None:
+def sum_in(dtype: torch.dtype, flat: Tensor, total: Callable[[Tensor], object]) -> None:
     """Put the sum over ranks, made in a dtype that gradients may not have, in the place of gradients."""
     sent = flat.to(dtype)
     total(sent)
@@ -54,7 +52,7 @@ class Compressor(ABC):
         self.waits = False
         """Whether gradients still travel as they are."""
         self.sent = 0
-        """Bytes that this rank has sent, counted for rings."""
+        """Bytes that this rank has sent; for gathers and exchanges those of rings."""
         self.unsent: dict[str, Tensor] = {}
         """By parameter: what this rank has not sent yet; that of all ranks together belongs to the gradient."""
         self.bases: dict[str, Tensor] = {}
@@ -73,8 +71,11 @@ class Compressor(ABC):
 
     def sum(self, tensor: Tensor) -> None:
         """Put the sum over ranks in the place of a tensor."""
-        self._total(tensor)
-        self.sent += ring(tensor.numel(), self.group.size(), tensor.element_size())
+        self.sent += self._total(tensor)
+
+    def whole(self, numbers: int) -> int:
+        """Bytes that this rank would send for so many gradients as they are."""
+        return self._total.sent(numbers, self._dtype.itemsize)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The tensors of all ranks, in rows."""

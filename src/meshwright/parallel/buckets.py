@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.comm.all_reduce import all_reduce, machines_of
 from meshwright.comm.compression import NONE, Compression
 from meshwright.comm.compressors import Bucket, Compressor, compressor, sum_in
+from meshwright.comm.sums import sum_over
 from meshwright.comm.travel import BACKEND, Travel
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.torch_releases import GradBucket, group_of
@@ -44,7 +44,7 @@ def register(
         return None
     own = group_of(dist.get_process_group_ranks(group))
     names: dict[Tensor, str] = {parameter: name for name, parameter in replica.module.named_parameters()}
-    total = _sum_over(own, travel)
+    total = sum_over(own, travel.all_reduce)
     compressing = None if compression.kind == NONE else compressor(compression, own, total, dtype)
     pieces = partial(_piece_by_piece, compressing, travel.bucket_bytes) if compressing else None
     reduce: Reduce = pieces or (lambda bucket: sum_in(dtype, bucket.flat, total))
@@ -62,22 +62,6 @@ def _piece_by_piece(reduce: Reduce, limit: float, bucket: Bucket) -> None:
             flat = bucket.flat[start : start + count]
             reduce(Bucket(flat, bucket.gradients[first:after], bucket.names[first:after]))
             start, first, count = start + count, after, 0
-
-
-def _sum_over(group: dist.ProcessGroup, travel: Travel) -> Callable[[Tensor], None]:
-    """A sum over the ranks of a group, in place, by the backend or by an algorithm over messages."""
-    if travel.all_reduce == BACKEND:
-
-        def by_backend(tensor: Tensor) -> None:
-            dist.all_reduce(tensor, group=group)
-
-        return by_backend
-    nodes = machines_of(group)
-
-    def by_messages(tensor: Tensor) -> None:
-        all_reduce(tensor, travel.all_reduce, group, nodes)
-
-    return by_messages
 
 
 @dataclass

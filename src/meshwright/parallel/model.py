@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from meshwright.comm.compression import NONE, ring
+from meshwright.comm.compression import NONE
 from meshwright.comm.compressors import Compressor
 from meshwright.comm.travel import BACKEND, Travel
 from meshwright.models.attention import KeyValueCache
@@ -219,9 +219,8 @@ class SplitModel:
         if self.compressor is None:
             return None
         numbers = sum(parameter.numel() for parameter in self.parameters())
-        whole = ring(numbers, self.compressor.group.size(), self.precision.reduce.itemsize)
         sent, self.compressor.sent = self.compressor.sent, 0
-        return sent, whole
+        return sent, self.compressor.whole(numbers)
 
     def bubble(self) -> Bubble | None:
         """How much of the last step's passes the ranks of the pipeline waited; None without one. All ranks must ask."""
