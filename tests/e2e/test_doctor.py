@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from meshwright.cluster.calibration import write_lines
+from meshwright.cluster.link_lines import LinkLine
 from tests.machines import dgx, roce
 
 
@@ -110,6 +115,20 @@ def test_what_was_calibrated_is_shown(tmp_path: Path) -> None:
     for path in tmp_path.rglob("calibration-*"):
         path.write_text("{")
     assert "is damaged" in " ".join(doctor("--topology", XDG_CACHE_HOME=str(tmp_path)).stdout.split())
+
+
+def test_links_alone_are_not_called_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lines = [
+        LinkLine("all_gather", "dp", 2, 2, 2, "gloo", 3e-4, 2e8, "2.13.0", f"2026-01-0{day}T00:00:00+00:00")
+        for day in (3, 4)
+    ]
+    for line in lines:
+        write_lines("cpu", [line])
+    flat = " ".join(doctor("--topology").stdout.split())
+    assert f"cpu, links measured on {socket.gethostname()}, 2026-01-04, nothing else" in flat
+    assert "calibrated" not in flat
+    assert "speeds: `meshwright plan --calibrate`" in flat
 
 
 def _nothing_of_here_is_in_a_recorded_machine(root: Path, cache: Path) -> None:

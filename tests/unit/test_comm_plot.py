@@ -64,6 +64,15 @@ def test_a_terminal_shows_times_that_grow_and_a_line_through_them(monkeypatch: p
     assert "32M" in text, "the last size has its name"
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_the_last_size_is_written_out(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = tuple((float(size), 1e-4) for size in (1024, 50688))
+    lines = drawn([Series("ring", points, 1.0)], monkeypatch, width=width)
+    below = [line.split() for line in lines if line.lstrip().startswith("bytes")]
+    assert below == [["bytes", "1K", "49.5K"]] * 2
+    assert all(len(line) <= width for line in lines)
+
+
 def test_a_terminal_without_such_letters_gets_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = drawn(of_rows(rows("all_reduce", 1e-4, 1e9)), monkeypatch, "ascii", 60)
     assert all(len(line) <= 60 for line in lines)

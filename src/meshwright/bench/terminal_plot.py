@@ -23,6 +23,8 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ROWS, _LEAST, _MOST = 11, 40, 120
 _MARGIN = 11
 """Of the words beside the axis."""
+_NAME = 5
+"""Letters of the longest size, "49.5K", of which the last one's begins below the last column."""
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a braille character, by row and column."""
 
@@ -39,7 +41,7 @@ def show(series: Sequence[Series], file: TextIO) -> None:
     )
     for title, value, words in panels:
         console.print()
-        for line in _panel(series, title, value, words, width - _MARGIN - 5, plain):
+        for line in _panel(series, title, value, words, width - _MARGIN - _NAME - 1, plain):
             console.print(line, no_wrap=True, overflow="crop")
     console.print()
     for number, one in enumerate(series):
@@ -75,7 +77,7 @@ def _panel(
     for row in range(_ROWS):
         told = words(marks[row]) if row in marks else ""
         lines.append(Text(f"{told:>{_MARGIN}} {bar}") + canvas.row(row))
-    below, names = [rule] * columns, [" "] * (columns + 8)
+    below, names = [rule] * columns, [" "] * (columns + _NAME)
     free = 0
     for size in sorted(set(sizes)):
         place, name = min(columns - 1, int(across.at(size))), size_words(size)

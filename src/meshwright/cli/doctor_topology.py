@@ -219,6 +219,8 @@ def _measured(out: Console, found: list[tuple[Calibration | None, str]]) -> None
             continue
         out.print(indented(Text(f"{calibration.chip}, {calibration}")))
         beside(out, measured_rows(calibration), 4)
+        if not calibration.crowds:
+            out.print(indented(Text("speeds: `meshwright plan --calibrate`, in under two minutes"), 4))
     if not any(calibration for calibration, _ in found):
         advice = "speeds and collectives: `meshwright plan --calibrate`, in under two minutes"
         out.print(indented(Text(f"nothing yet. {advice}")))

@@ -112,6 +112,8 @@ class Calibration:
         return self.crowds[most].scaled(max(1.0, ranks / cores) / max(1.0, most / cores))
 
     def __str__(self) -> str:
+        if not self.crowds:
+            return f"links measured on {self.host}, {max(line.when for line in self.lines)[:10]}, nothing else"
         return f"calibrated on {self.host}, {self.when[:10]}, torch {self.torch}"
 
 
