@@ -240,6 +240,9 @@ def test_ranks_say_who_they_are_and_what_they_hold(strategy: str, recorded: dict
         kinds = {"parameters": expected.parameters, "optimizer": expected.optimizer}
         kinds["gradients"] = expected.parameters if parsed.zero >= 2 else expected.gradients
         assert line["memory_kinds"] == kinds
+        # What is predicted beside it is of the same moment.
+        planned = json.loads((run.folder / "plan.json").read_text())["expected"]["memory"]["by_stage"][place.pp]
+        assert {name: planned["bytes"][name] for name in kinds} == pytest.approx(kinds, abs=1)
     assert len(places) == STRATEGIES[strategy]
 
 

@@ -16,7 +16,7 @@ from meshwright.planning.memory import memory_of
 from meshwright.planning.question import Question, estimate, with_exact_states
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import constants
-from meshwright.planning.state_memory import GIB
+from meshwright.planning.state_memory import GIB, update_states
 from meshwright.planning.timing import Timer
 from meshwright.strategy import Strategy
 
@@ -99,6 +99,11 @@ def test_states_are_those_that_ranks_hold(spec: ModelSpec, text: str) -> None:
         else:
             # What is scattered unit by unit depends on the order; the root's part at the end is not planned for.
             assert terms.gradients >= 0.8 * exact.gradients
+        held = update_states(scenario, scenario.ranks()[rank])
+        sharded = strategy.zero >= 2
+        assert held.parameters == pytest.approx(exact.parameters, rel=1e-9)
+        assert held.gradients == pytest.approx(exact.parameters if sharded else exact.gradients, rel=1e-9)
+        assert held.optimizer == pytest.approx(exact.optimizer, rel=1e-9)
 
 
 def test_of_fewer_experts_than_ranks_each_holds_one() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from meshwright.observe.rank_files import RankRecord
 from meshwright.observe.report import summary
 from meshwright.observe.snapshot import clean, snapshot
 from meshwright.observe.terminal import Watched, status
-from tests.run_folders import append
-from tests.unit.run_folders import make_run
+from meshwright.observe.view import RunView
+from tests.run_folders import GIB, append
+from tests.unit.run_folders import make_run, write_lines
 
 
 def shown(folder: Path) -> tuple[dict[str, Any], str, str, str]:
@@ -124,3 +126,60 @@ def test_what_a_profile_itself_takes_does_not_make_waiting_look_short() -> None:
     # Of the 0.6 s of the profiled backward pass, a quarter was exposed communication.
     expected = {"forward": 0.1, "backward": 0.2, "hooks": 0.0, "communication": 0.075, "bubble": 0.025}
     assert record.split_parts() == pytest.approx(expected)
+
+
+def memory_kinds(folder: Path) -> dict[str, tuple[float | None, float | None]]:
+    """By kind, the bytes that were predicted and those that were measured."""
+    return {pair.name: (pair.predicted, pair.measured) for pair in RunView(folder).refresh().comparison.memory}
+
+
+def with_memory(folder: Path, stage: dict[str, Any], memory: dict[str, float]) -> Path:
+    """A run of one rank that holds so much, of which so much was expected."""
+    make_run(folder, world=2)
+    expected = {"memory": {"fullest_stage": 0, "by_stage": [stage], "peak_gib": 1000 / GIB}}
+    (folder / "plan.json").write_text(json.dumps({"expected": expected}))
+    kinds = {"parameters": 100, "gradients": 100, "optimizer": 200}
+    start = {"kind": "rank", "rank": 0, "world": 2, "coordinates": {"pp": 0}, "memory_kinds": kinds}
+    step = {"kind": "step", "step": 101, "seconds": 0.5, "parts": {"forward": 0.5}, "memory": memory}
+    write_lines(folder / "ranks/00000.jsonl", [start, step])
+    (folder / "ranks/00001.jsonl").unlink()
+    return folder
+
+
+PLANNED = {"parameters": 90, "gradients": 90, "optimizer": 180, "activations": 440, "outside": 200}
+TERMS = {"parameters": 90 / GIB, "gradients": 0.0, "optimizer": 180 / GIB, "attention": 530 / GIB, "context": 200 / GIB}
+
+
+def test_both_columns_of_memory_are_of_the_same_kinds_on_a_gpu(tmp_path: Path) -> None:
+    memory = {"rss": 5000, "allocated": 400, "reserved": 900, "peak": 800, "held": 1100}
+    assert memory_kinds(with_memory(tmp_path / "run", {"bytes": PLANNED, "terms": TERMS}, memory)) == {
+        "parameters": (90, 100),
+        "gradients": (90, 100),
+        "optimizer": (180, 200),
+        "activations and buffers beyond states": (440, 400),
+        "libraries and reserve": (200, 300),
+    }
+
+
+def test_on_a_cpu_activations_are_predicted_apart_and_measured_with_libraries(tmp_path: Path) -> None:
+    kinds = memory_kinds(with_memory(tmp_path / "run", {"bytes": PLANNED, "terms": TERMS}, {"rss": 1100}))
+    assert kinds["activations and buffers beyond states"] == (440, None)
+    assert kinds["libraries and reserve"] == (200, None)
+    assert kinds["activations, buffers and libraries together"] == (640, 700)
+
+
+def test_of_a_plan_that_has_no_gradients_at_its_peak_nobody_says_there_are_none(tmp_path: Path) -> None:
+    kinds = memory_kinds(with_memory(tmp_path / "run", {"terms": TERMS}, {"rss": 1100}))
+    assert kinds["gradients"] == (None, 100)
+    assert kinds["parameters"] == (pytest.approx(90), 100)
+    assert kinds["activations and buffers beyond states"] == (pytest.approx(530), None)
+
+
+def test_the_time_of_a_step_is_the_median_of_the_last_steps_also_when_a_run_is_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=100, events=[{"time": 1_700_000_060.0, "event": "finished", "step": 100}])
+    (folder / "plan.json").write_text(json.dumps({"measured": {"step_time_s": 0.7, "peak_gib": 1.0, "steps": 95}}))
+    page, picture, _, end = shown(folder)
+    assert page["step_s"] == 0.5
+    assert page["comparison"]["figures"][0]["measured"] == 0.5
+    assert "0.5 s a step" in picture
+    assert "prediction   a step 0.5 s" in end

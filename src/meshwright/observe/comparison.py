@@ -14,6 +14,11 @@ GIB = 2.0**30
 IN_PASSES = ("compute", "recompute", "tp", "cp", "ep", "bubble")
 """Parts of a step's expected time that lie in forward and backward passes, of which the idle share is measured."""
 STATES = ("parameters", "gradients", "optimizer")
+OUTSIDE = ("fragmentation", "communicators", "context", "correction")
+"""Terms of a plan that are not in the hands of the model's tensors."""
+BEYOND = ("activations and buffers beyond states", "libraries and reserve")
+"""What a peak holds beside states. A peak may come before gradients do, whose room activations then have."""
+TOGETHER = "activations, buffers and libraries together"
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,9 @@ def compare(
     holds = [(held, coordinates, record) for coordinates, record in ranks if (held := _held(record)) is not None]
     fullest = max(holds, key=lambda one: one[0], default=None)
     peak, coordinates, record = fullest if fullest is not None else (None, {}, None)
-    # What a run has written at its end is what its plan was compared with.
+    # What a run has written at its end is the most of all its ranks and moments.
     written = number(measured.get("peak_gib"))
     peak = written * GIB if written is not None else peak
-    told = number(measured.get("step_time_s"))
-    step_s = told if told is not None else step_s
     stage = _stage(memory, coordinates.get("pp"))
     expected_peak = number(memory.get("peak_gib"))
     tokens = number(expected.get("tokens_per_s_per_gpu"))
@@ -77,7 +80,7 @@ def compare(
         peak_memory=Pair("peak memory", "B", _bytes(expected_peak), peak),
         tokens=Pair("tokens/s", "", tokens * gpus if tokens and gpus else None, curves.mean("tokens_per_s")),
         bubble=Pair("pipeline bubble", "share", waits, curves.mean("pipeline_idle")),
-        memory=_kinds(numbers_of(stage.get("terms")), record, peak),
+        memory=_kinds(stage, record, peak),
         fullest=record.rank if record is not None else None,
         capacity=_bytes(number(stage.get("capacity_gib"))),
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
@@ -107,20 +110,49 @@ def _stage(memory: Mapping[str, Any], stage: int | None) -> Line:
     wanted = stage if stage is not None else memory.get("fullest_stage")
     if isinstance(stages, list) and isinstance(wanted, int) and 0 <= wanted < len(stages):
         return _object(stages[wanted])
-    return {"terms": memory.get("terms")}
+    return {"terms": memory.get("terms"), "bytes": memory.get("bytes")}
 
 
-def _kinds(terms: Mapping[str, float], record: RankRecord | None, peak: float | None) -> list[Pair]:
-    """Memory by kind: what a model must hold, then what passes through, as far as each side knows."""
-    held = numbers_of(record.start.get("memory_kinds")) if record is not None else {}
-    if not terms and not held:
+def _kinds(stage: Line, record: RankRecord | None, peak: float | None) -> list[Pair]:
+    """Memory by kind: states when the update comes, then what the peak holds beyond them, as far as each side knows."""
+    predicted, measured = _predicted(stage), _measured(record, peak)
+    if not predicted and not measured:
         return []
-    pairs = [Pair(name, "B", _bytes(terms.get(name)), held.get(name)) for name in STATES]
-    # Which bytes are activations and which are libraries cannot be seen from outside: one figure for all the rest.
-    rest = sum(size for name, size in terms.items() if name not in STATES)
-    others = peak - sum(held.get(name, 0.0) for name in STATES) if peak is not None and held else None
-    left = None if others is None else max(0.0, others)
-    return [*pairs, Pair("activations, buffers, libraries", "B", _bytes(rest) if terms else None, left)]
+    rest = [predicted[name] for name in BEYOND if name in predicted]
+    if TOGETHER in measured and rest:
+        predicted[TOGETHER] = sum(rest)
+    kinds = [*STATES, *(name for name in (*BEYOND, TOGETHER) if name in predicted or name in measured)]
+    return [Pair(name, "B", predicted.get(name), measured.get(name)) for name in kinds]
+
+
+def _predicted(stage: Line) -> dict[str, float]:
+    """Bytes by kind as the plan has them."""
+    told, terms = numbers_of(stage.get("bytes")), numbers_of(stage.get("terms"))
+    activations, outside = BEYOND
+    if told:
+        renamed = {"activations": activations, "outside": outside}
+        return {renamed.get(name, name): size for name, size in told.items()}
+    if not terms:
+        return {}
+    # Earlier plans have only the moment of their peak, at which gradients may not be there yet: then nobody knows.
+    found = {name: terms[name] * GIB for name in STATES if terms.get(name)}
+    found[outside] = sum(terms.get(name, 0.0) for name in OUTSIDE) * GIB
+    found[activations] = sum(size for name, size in terms.items() if name not in (*STATES, *OUTSIDE)) * GIB
+    return found
+
+
+def _measured(record: RankRecord | None, peak: float | None) -> dict[str, float]:
+    """Bytes by kind as the rank has measured them; the peak is that of its GPU or of its process."""
+    held = numbers_of(record.start.get("memory_kinds")) if record is not None else {}
+    if record is None or not held or peak is None:
+        return held
+    states = sum(held.get(name, 0.0) for name in STATES)
+    used = [size for line in record.steps if (size := numbers_of(line.get("memory")).get("peak")) is not None]
+    if not used:
+        # Of a process on a CPU nobody can tell activations from what its libraries hold, which grows with the steps.
+        return {**held, TOGETHER: max(0.0, peak - states)}
+    activations, outside = BEYOND
+    return {**held, activations: max(0.0, max(used) - states), outside: max(0.0, peak - max(*used, states))}
 
 
 def _bytes(gib: float | None) -> float | None:

@@ -83,7 +83,7 @@ class View:
     device: str
     curves: Curves
     step_s: float | None
-    """What a step takes: the median of the last 50; of a run that has ended, what its plan was compared with."""
+    """What a step takes: the median of the last 50."""
     ranks: list[Rank]
     events: list[Line]
     comparison: Comparison

@@ -8,10 +8,11 @@ from typing import Any
 from meshwright.planning.explain import explain
 from meshwright.planning.group_words import placed_json, ways_json
 from meshwright.planning.made import Plan
+from meshwright.planning.memory import Terms
 from meshwright.planning.origin import origin
 from meshwright.planning.placement_words import placement_json
 from meshwright.planning.question import Candidate
-from meshwright.planning.state_memory import GIB
+from meshwright.planning.state_memory import GIB, UpdateStates, update_states
 
 
 def plan_json(made: Plan) -> dict[str, Any]:
@@ -65,6 +66,9 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     memory, parts = candidate.memory, candidate.parts
     finite = candidate.step_s < float("inf")
     fullest = memory.stages[memory.fullest]
+    scenario = candidate.scenario
+    ranks = scenario.ranks(quick=len(memory.stages) < scenario.layout.pp)
+    states = [update_states(scenario, rank) for rank in ranks]
     days, cost = (plan.days(candidate), plan.cost(candidate)) if finite else (None, None)
     return {
         "strategy": str(candidate.strategy),
@@ -79,6 +83,7 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
             "margin_gib": round((memory.capacity - memory.peak) / GIB, 3),
             "fullest_stage": memory.fullest,
             "terms": terms_gib(fullest),
+            "bytes": kinds_bytes(fullest, states[memory.fullest]),
             "by_stage": [
                 {
                     "peak_gib": round(terms.total / GIB, 3),
@@ -86,6 +91,7 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
                     "margin_gib": round((memory.room(rank) - terms.total) / GIB, 3),
                     "verdict": memory.verdict_of(rank),
                     "terms": terms_gib(terms),
+                    "bytes": kinds_bytes(terms, states[rank]),
                 }
                 for rank, terms in enumerate(memory.stages)
             ],
@@ -102,9 +108,22 @@ def candidate_json(plan: Plan, candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def terms_gib(terms: Any) -> dict[str, float]:
+def terms_gib(terms: Terms) -> dict[str, float]:
     """The terms of one rank."""
     return {name: round(value / GIB, 4) for name, value in vars(terms).items()}
+
+
+def kinds_bytes(terms: Terms, states: UpdateStates) -> dict[str, int]:
+    """Whole bytes of one rank by kinds that a run can measure: states when the update comes, then what the peak has
+    beyond them: in torch's hands, and outside of them. They add up to the peak."""
+    # Shards are padded to whole rows, as the terms' parameters are.
+    padding = terms.parameters / states.parameters if states.parameters else 1.0
+    states = UpdateStates(*(size * padding for size in states))
+    held = sum(states)
+    # A peak at which gradients are not there yet may have less in torch's hands than all states together.
+    beyond = max(0.0, terms.allocated - held)
+    kinds = {**states._asdict(), "activations": beyond, "outside": terms.total - max(terms.allocated, held)}
+    return {name: round(max(0.0, size)) for name, size in kinds.items()}
 
 
 def peaks_gib(candidate: Candidate) -> dict[str, float]:

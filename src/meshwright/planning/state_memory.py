@@ -8,7 +8,7 @@ from typing import NamedTuple
 from meshwright.cuts import SMALL_UNIT
 from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
-from meshwright.planning.held_layers import stages_of
+from meshwright.planning.held_layers import RankLayers, stages_of
 from meshwright.planning.scenario import Scenario
 
 GIB = float(1 << 30)
@@ -80,6 +80,33 @@ def _our_shards(scenario: Scenario, held: Held, moment: str, own: float, there: 
         return gathered, whole * scenario.held_bytes[1]
     # What the root has sent is kept until the next backward pass sends something.
     return gathered, own + held.ends * software.reduce_bytes * there
+
+
+class UpdateStates(NamedTuple):
+    """Bytes of what a rank holds of the model's state when all gradients are there and the update comes."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def update_states(scenario: Scenario, rank: RankLayers) -> UpdateStates:
+    """What a pipeline rank holds then: its own shards and no more, whatever the passes have had in hand."""
+    layout, spec = scenario.layout, scenario.spec
+    first, last = blocks.ends_parameters(spec, layout.tp)
+    plain = (first if rank.has_first else 0.0) + (
+        last if rank.has_last and not (spec.tie_word_embeddings and rank.has_first) else 0.0
+    )
+    experts = 0.0
+    for _, (sparse, _, count) in rank.kinds:
+        held = blocks.layer_parameters(spec, sparse, layout.tp, layout.ep, layout.expert_tp)
+        plain, experts = plain + count * held.plain, experts + count * held.experts
+    parameters, _, gradients, optimizer = state_terms(scenario, Held(plain, experts, 0.0, 0.0, 0.0), END, False)
+    if layout.zero >= 2 and layout.state_ranks > 1:
+        own = plain / layout.state_ranks + experts * scenario.expert_share
+        gradients = own * scenario.held_bytes[1]
+    unsent = 0.0 if layout.zero else unsent_bytes(scenario, plain + experts)
+    return UpdateStates(parameters, gradients, optimizer - unsent)
 
 
 def unsent_bytes(scenario: Scenario, elements: float) -> float:
