@@ -63,6 +63,13 @@ def test_steps_whose_update_was_left_out_are_no_progress() -> None:
     check(goodput(told, lines), progress=6.0, skipped=2.0)
 
 
+def test_a_run_that_gives_up_at_its_first_failure_was_not_restarted() -> None:
+    told = [event(100.0, "started", step=0), event(104.4, "failed", step=5, phase="forward"), event(104.5, "gave_up")]
+    found = goodput(told, steps(1, 4, 100.0))
+    check(found, progress=4.0, ending=0.5)
+    assert found.restarts == 0
+
+
 def test_undisturbed_run_is_progress_but_for_its_start_and_evaluation() -> None:
     lines = steps(1, 4, 105.0)
     lines[-1] |= {"time": 111.0, "eval_s": 2.0}
@@ -165,7 +172,7 @@ def test_a_run_that_goes_on_is_accounted_for_until_now() -> None:
     check(goodput(told, steps(1, 3, 101.0)), startup=1.0, progress=3.0, restart=0.2)
     # What nothing follows on is over.
     told.append(event(104.5, "gave_up"))
-    check(goodput(told, steps(1, 3, 101.0), now=200.0), startup=1.0, progress=3.0, restart=0.5)
+    check(goodput(told, steps(1, 3, 101.0), now=200.0), startup=1.0, progress=3.0, ending=0.5)
 
 
 def test_a_long_run_is_accounted_for_from_its_first_step() -> None:

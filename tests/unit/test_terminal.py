@@ -18,7 +18,8 @@ from meshwright.observe.event_words import details, sentence
 from meshwright.observe.picture import draw
 from meshwright.observe.rank_bar import BLOCKS, LETTERS, bar, cells, scale, sparkline
 from meshwright.observe.terminal import Watched, status
-from tests.unit.run_folders import make_run
+from tests.run_folders import append
+from tests.unit.run_folders import make_run, write_lines
 
 
 def picture(folder: Path, width: int = 80, height: int | None = None) -> list[str]:
@@ -40,6 +41,31 @@ def test_picture_fits_the_terminal(width: int, height: int, world: int, tmp_path
     assert "goodput" in text
     assert "75%" in next(line for line in lines if line.startswith("computing"))
     assert "forward x3.1" in text
+
+
+def test_steps_without_an_update_are_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    assert not any(line.startswith("skipped") for line in picture(folder))
+    for step in (101, 102, 103):
+        append(folder / "metrics.jsonl", {"step": step, "skipped": int(step < 103), "loss_scale": 1024.0})
+    assert "skipped           2  steps without an update, the last 102" in picture(folder)
+
+
+def test_hidden_communication_and_idle_time_are_shown_where_a_profile_tells_them(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", world=2)
+    line = {"kind": "step", "step": 101, "seconds": 1.0, "parts": {"forward": 1.0}, "profiled": True, "bubble": 0.1}
+    line |= {"compute": 0.4, "idle": 0.3, "communication": {"exposed": 0.2, "overlapped": 0.05}}
+    for rank in range(2):
+        append(folder / f"ranks/{rank:05d}.jsonl", line)
+    (computing,) = [line for line in picture(folder) if line.startswith("computing")]
+    assert computing.endswith("goal 80%, else exposed; hidden 5%, idle 30%")
+
+
+def test_parts_beyond_all_numbers_end_no_picture(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", world=2)
+    parts = {"forward": 1e308, "backward": 1e308}
+    write_lines(folder / "ranks/00000.jsonl", [{"kind": "step", "step": 1, "seconds": 1.0, "parts": parts}])
+    assert any(line.startswith("0 ") for line in picture(folder))
 
 
 def test_of_many_ranks_those_are_shown_that_need_a_look(tmp_path: Path) -> None:

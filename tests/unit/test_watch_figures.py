@@ -80,6 +80,35 @@ def test_ranks_on_a_terminal_add_up_to_the_speed_of_the_run(tmp_path: Path) -> N
     assert picture.count(f" {pace:,.0f} ") == 4
 
 
+def test_the_speed_of_a_rank_is_over_the_time_of_its_steps_as_that_of_the_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", world=2)
+    # Half of the steps take nine times as long: a mean of paces would be 1.8 times as much as there was.
+    seconds = [0.1, 0.9] * 25
+    for step, taken in enumerate(seconds, 101):
+        append(folder / "metrics.jsonl", {"step": step, "loss": 2.0, "tokens_per_s": 1000 / taken, "step_s": taken})
+        for rank in range(2):
+            line = {"kind": "step", "step": step, "seconds": taken, "parts": {"forward": taken}}
+            append(folder / f"ranks/{rank:05d}.jsonl", line)
+    _, picture, _, _ = shown(folder)
+    assert re.search(r"^tokens/s +2,000 ", picture, re.MULTILINE)
+    assert picture.count(" 1,000 ") == 2
+
+
+def test_each_loss_at_the_end_has_its_own_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=79)
+    append(folder / "metrics.jsonl", {"step": 80, "loss": 2.5, "eval_loss": 2.75})
+    assert "loss         2.5000, held-out 2.7500 at step 80" in shown(folder)[3]
+    append(folder / "metrics.jsonl", {"step": 81, "loss": 2.25})
+    assert "loss         2.2500 at step 81, held-out 2.7500 at step 80" in shown(folder)[3]
+
+
+def test_skipped_steps_are_told_at_the_end_where_there_are_any(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    assert "skipped" not in shown(folder)[3]
+    append(folder / "metrics.jsonl", {"step": 101, "skipped": 1, "loss_scale": 1024.0})
+    assert "skipped      1 step without an update, the last 101" in shown(folder)[3]
+
+
 def test_computing_is_the_same_on_the_page_as_on_a_terminal(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", world=2)
     compute, exposed = {0: 0.3, 1: 0.1}, {0: 0.0, 1: 0.1}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from meshwright.observe.curves import number
 from meshwright.observe.rank_files import RankRecord, numbers_of
@@ -36,3 +37,17 @@ def efficiency(records: Iterable[RankRecord]) -> Efficiency | None:
         compute += max(0.0, number(line.get("compute")) or 0.0)
         exposed += max(0.0, numbers_of(line.get("communication")).get("exposed", 0.0))
     return Efficiency(compute, exposed) if compute > 0 else None
+
+
+def hidden_and_idle(records: Iterable[RankRecord]) -> tuple[float, float] | None:
+    """Overlapped communication and idle time of the newest profiled steps, as shares of them; None without any."""
+    whole = overlapped = idle = 0.0
+    for record in records:
+        line = record.profiled or {}
+        of_line, communication = numbers_of(line), numbers_of(line.get("communication"))
+        # The step itself, from its data to the update, is what these four make up.
+        whole += sum(max(0.0, of_line.get(name, 0.0)) for name in ("compute", "bubble", "idle"))
+        whole += max(0.0, communication.get("exposed", 0.0))
+        overlapped += max(0.0, communication.get("overlapped", 0.0))
+        idle += max(0.0, of_line.get("idle", 0.0))
+    return (overlapped / whole, idle / whole) if 0 < whole < inf else None

@@ -167,6 +167,7 @@ def _walk(account: _Account, entries: Sequence[_Entry], ranks: Sequence[RankReco
     # What time goes to that no step claims: a start, a failure, or nothing that is known.
     claim, running, ended = "startup", False, False
     done_before: int | None = None
+    failures = 0  # Since the last start.
     for time, kind, facts in entries:
         if kind == "step":
             made = "skipped" if fact(facts, "skipped") else "progress"
@@ -185,13 +186,15 @@ def _walk(account: _Account, entries: Sequence[_Entry], ranks: Sequence[RankReco
                 account.lost_steps += steps
                 account.take(time, [("replayed", seconds)], "restart")
                 claim = "restart"
-            running, ended, done_before = True, False, None
+            running, ended, done_before, failures = True, False, None, 0
         elif kind == "failed":
             step = int(fact(facts, "step"))
             done_before = step if facts.get("phase") in _AFTER_THE_STEP else step - 1
-            claim, ended = "restart", False
+            claim, ended, failures = "restart", False, failures + 1
         elif kind == "gave_up":
-            account.take(time, [], claim)
+            # After one failure nobody has tried to restart.
+            end = "ending" if running else "startup"
+            account.take(time, [], end if failures == 1 and claim == "restart" else claim)
             claim, ended = "unknown", True
         elif kind == "rollback":
             account.lost_steps += max(0, int(fact(facts, "step") - fact(facts, "to")))

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.observe.curves import RECENT_STEPS, number
-from meshwright.observe.efficiency import GOAL
+from meshwright.observe.efficiency import GOAL, hidden_and_idle
 from meshwright.observe.event_words import plain, sentence, slowness
 from meshwright.observe.goodput import WORDS
 from meshwright.observe.rank_bar import bar, legend, scale, sparkline
@@ -83,7 +83,8 @@ def worst_first(ranks: list[Rank]) -> list[Rank]:
 def draw(shown: Shown, width: int, height: int | None) -> RenderableType:
     """The picture; without a height as long as it wants to be."""
     view = shown.view
-    top = [_title(shown, width), _progress(view, width), *_curves(view, width), *_shares(shown, width)]
+    top = [_title(shown, width), _progress(view, width), *_curves(view, width), *_skips(view, width)]
+    top += _shares(shown, width)
     # Of what is left, rules and the table's head and legend take four lines and the events at least some.
     room = len(view.ranks) if height is None else height - len(top) - 4 - LEAST_EVENTS
     # A picture never has more ranks than a person would read.
@@ -159,6 +160,15 @@ def _curves(view: View, width: int) -> list[Text]:
     return found
 
 
+def _skips(view: View, width: int) -> list[Text]:
+    """Steps without an update, where there are any: overflows of fp16 have no event of their own."""
+    count = len(view.skipped)
+    if not count:
+        return []
+    words = f"step{'s' * (count > 1)} without an update, the last {view.skipped[-1]}"
+    return [_line(Text(f"skipped  {count:>10,}  {words}"), width)]
+
+
 def _shares(shown: Shown, width: int) -> list[Text]:
     found = []
     if shown.view.goodput.wall_s > 0:
@@ -171,10 +181,16 @@ def _shares(shown: Shown, width: int) -> list[Text]:
         share = computing.share
         style = "green" if share >= GOAL else "yellow"
         text = Text(f"computing {share:>9.0%}  ")
-        text.append(scale(share, 20, GOAL), style)
-        text.append(f"  goal {GOAL:.0%}; else exposed communication", "dim")
+        text.append(scale(share, 12, GOAL), style)
+        text.append(f"  goal {GOAL:.0%}, else exposed{_beside(shown.view)}", "dim")
         found.append(_line(text, width))
     return found
+
+
+def _beside(view: View) -> str:
+    """What profiled steps tell of communication that computing has hidden, and of idle time."""
+    found = hidden_and_idle(rank.record for rank in view.ranks)
+    return "" if found is None else f"; hidden {found[0]:.0%}, idle {found[1]:.0%}"
 
 
 def _ranks_title(view: View, count: int) -> str:
@@ -217,10 +233,12 @@ def _split(view: View, axis: str) -> bool:
 def _tokens(view: View, rank: Rank) -> str:
     """A rank's share of the tokens, by what its own last steps take without what comes after the update."""
     pace, step_s = view.curves.last("tokens_per_s"), view.curves.last("step_s")
-    paces = [1 / seconds for line in list(rank.record.steps)[-RECENT_STEPS:] if (seconds := _until_updated(line)) > 0]
-    if pace is None or step_s is None or not paces or not view.world:
+    recent = list(rank.record.steps)[-RECENT_STEPS:]
+    taken = [seconds for line in recent if (seconds := _until_updated(line)) > 0]
+    if pace is None or step_s is None or not taken or not view.world:
         return "-"
-    return f"{pace * step_s / view.world * fmean(paces):,.0f}"
+    # By all of their time, as the run's own speed.
+    return f"{pace * step_s / view.world / fmean(taken):,.0f}"
 
 
 def _until_updated(line: Line) -> float:

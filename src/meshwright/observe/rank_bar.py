@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from rich.text import Text
 
@@ -40,7 +41,8 @@ def cells(parts: Mapping[str, float], width: int) -> dict[str, int]:
     held = {name: max(0.0, parts.get(name, 0.0)) for name in LETTERS}
     held["unattributed"] += sum(max(0.0, seconds) for name, seconds in parts.items() if name not in LETTERS)
     whole = sum(held.values())
-    if whole <= 0:
+    # Files may hold anything, also what adds up to more than there are numbers for.
+    if not 0 < whole < inf:
         return {}
     found, reached, drawn = {}, 0.0, 0
     for name, seconds in held.items():

@@ -1,5 +1,5 @@
-"""What came of a run in a few lines: loss, speed, use of the chip, computing, what compressed gradients sent, time
-lost, how far the plan was off."""
+"""What came of a run in a few lines: loss, skipped steps, speed, use of the chip, computing, what compressed gradients
+sent, time lost, how far the plan was off."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ GIB = 2.0**30
 
 def summary(view: View) -> Iterator[str]:
     """The lines; what is not known is said to be so."""
-    loss, held_out = view.curves.last("loss"), view.curves.last("eval_loss")
-    evaluated = f", held-out {held_out:.4f}" if held_out is not None else ""
-    yield "loss         " + (f"{loss:.4f}{evaluated} at step {view.step}" if loss is not None else "no step yet")
+    yield "loss         " + _losses(view)
+    if view.skipped:
+        count = len(view.skipped)
+        yield f"skipped      {count:,} step{'s' * (count > 1)} without an update, the last {view.skipped[-1]}"
     tokens = view.curves.mean("tokens_per_s")
     each = f" ({tokens / view.world:,.0f} per rank)" if tokens is not None and view.world > 1 else ""
     yield "tokens/s     " + (f"{tokens:,.0f}{each}{_over(view, 'tokens_per_s')}" if tokens is not None else "unknown")
@@ -31,6 +32,17 @@ def summary(view: View) -> Iterator[str]:
     times = _beside(found.step_time, lambda value: f"{value:.3g} s")
     sizes = _beside(found.peak_memory, lambda value: f"{value / GIB:.2f} GiB")
     yield f"prediction   a step {times}; peak memory {sizes}"
+
+
+def _losses(view: View) -> str:
+    """The newest losses, each with its step where they are of different ones."""
+    told = [("", *point) for point in view.curves.points("loss")[-1:]]
+    told += [("held-out ", *point) for point in view.curves.points("eval_loss")[-1:]]
+    if not told:
+        return "no step yet"
+    if len({step for _, step, _ in told}) == 1:
+        return ", ".join(f"{word}{value:.4f}" for word, _, value in told) + f" at step {told[0][1]}"
+    return ", ".join(f"{word}{value:.4f} at step {step}" for word, step, value in told)
 
 
 def _now(view: View, name: str) -> float | None:

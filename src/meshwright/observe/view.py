@@ -97,6 +97,11 @@ class View:
         return efficiency(rank.record for rank in self.ranks)
 
     @property
+    def skipped(self) -> list[int]:
+        """Steps whose update was left out: overflows, NaN, spikes."""
+        return [step for step, value in self.curves.points("skipped") if value]
+
+    @property
     def collectives(self) -> Line | None:
         """The newest collectives of the first rank that has recorded some."""
         return next((rank.record.collectives for rank in self.ranks if rank.record.collectives is not None), None)
