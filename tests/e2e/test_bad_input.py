@@ -67,6 +67,7 @@ def refused(meshwright: CommandLine, tmp_path: Path) -> Refused:
         ("data.tokenizer=nowhere.json", "nowhere.json"),
         ("run.device=cuda", "no GPU"),
         ("run.dir=/proc/nothing", "cannot be written"),
+        ("checkpoint.dir=/proc/nothing", "checkpoint.dir=/proc/nothing cannot be written"),
         ("train.batch_schedule=abc", "train.batch_schedule='abc'"),
     ],
 )

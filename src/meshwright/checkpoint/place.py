@@ -25,6 +25,7 @@ from meshwright.files import flush, write_atomically
 from meshwright.secrets import Secrets, login_of, without_login
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BEGUN = re.compile(r"\.[A-Za-z0-9_][A-Za-z0-9._-]*\.unfinished-[0-9a-f]{8}")
 
 _WHAT_TO_CHECK = {
@@ -408,18 +409,37 @@ def _store(url: str) -> tuple[Any, str]:
 def open_place(where: str | Path) -> Place:
     """The place that a path or a URL names."""
     text = str(where)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+    if _URL.match(text):
         return RemotePlace(text)
     return LocalPlace(Path(where))
+
+
+@contextmanager
+def _naming_the_setting(place: Place) -> Iterator[None]:
+    """Whatever the operating system refuses is told with the setting to change."""
+    try:
+        yield
+    except OSError as error:
+        text = f"checkpoint.dir={place} cannot be written: {error.strerror or error}; give another checkpoint.dir"
+        raise CheckpointError(text) from None
+
+
+def prepare_place(where: str) -> None:
+    """Make a folder outside of a run folder to be there, or raise; a store has nothing to prepare."""
+    if not _URL.match(where):
+        place = LocalPlace(Path(where))
+        with _naming_the_setting(place):
+            place.prepare()
 
 
 def own_place(place: Place, run: str) -> None:
     """Make a place outside of a run folder that run's own, or raise if it is another's."""
     owner = "owner.json"
-    if owner not in place.names():
-        place.prepare()
-        with suppress(FileExistsError), place.create(owner) as file:
-            file.write(json.dumps({"run": run}).encode())
+    with _naming_the_setting(place):
+        if owner not in place.names():
+            place.prepare()
+            with suppress(FileExistsError), place.create(owner) as file:
+                file.write(json.dumps({"run": run}).encode())
     try:
         found = json.loads(place.read_all(owner, 2**16))["run"]
     except StoreError:

@@ -12,6 +12,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from meshwright.checkpoint.place import prepare_place
 from meshwright.cli.settings import describe_settings, machine_range, resolved_settings
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, UserError
@@ -143,6 +144,8 @@ def _train(args: argparse.Namespace, config: RunConfig) -> int:
         # Before the seconds that torch takes to import: mistakes are told at once.
         planned = plan_run(config, nproc)
         make_job(planned.config, nproc)
+        if config.checkpoint.dir is not None:
+            prepare_place(config.checkpoint.dir)
     with imported_for_good():
         from meshwright.elastic.failure import RankError
         from meshwright.trainer import train
