@@ -93,12 +93,12 @@ def test_ranks_that_take_as_long_as_each_other_are_not_named(
 
 
 def test_timeline_of_a_run_is_a_trace_of_both_ranks(sharded: Training, tmp_path: Path) -> None:
-    told = write_trace(sharded.folder, tmp_path / "trace.json", "10:20")
+    told = write_trace(sharded.folder, tmp_path / "trace.json", "10:19")
     assert "2 ranks" in told
     shown = check_trace(json.loads((tmp_path / "trace.json").read_text()))
     assert {span["pid"] for span in shown} == {0, 1}
     assert {"forward", "backward", "optimizer", "collective", "data"} <= {span["cat"] for span in shown}
-    assert all(10 <= span["args"]["step"] < 20 for span in shown)
+    assert all(10 <= span["args"]["step"] <= 19 for span in shown)
     # A rank that sleeps before its backward pass keeps the other one waiting in a collective.
     waits = [span["dur"] / 1e6 for span in shown if span["pid"] == 1 and span["cat"] == "collective"]
     steps = {span["args"]["step"] for span in shown}

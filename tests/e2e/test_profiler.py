@@ -46,3 +46,20 @@ def test_chosen_steps_are_profiled_on_every_rank(meshwright: CommandLine, tiny_r
     short = meshwright("train", *tiny_run, "run.dir=b", "train.steps=2", "observe.profile_steps=2:9")
     assert short.returncode == 0, short.stderr
     assert (tmp_path / "b/profile/steps-2-2.rank-00000.trace.json.gz").exists()
+
+
+def test_a_step_in_turn_that_a_profile_on_demand_takes_is_made_up_for(
+    meshwright: CommandLine, tiny_run: list[str]
+) -> None:
+    # In turn are the steps 5, 8 and 11; a profile of 7 and 8 begins at the end of 6.
+    both = ["run.dir=a", "train.steps=11", "observe.profile_steps=7:8", "observe.profile_every=3"]
+    assert meshwright("train", *tiny_run, *both).returncode == 0
+    written = meshwright("watch", "a", "--trace", "t.json")
+    assert "steps 5, 9, 11;" in written.stdout
+    missing = meshwright("watch", "a", "--trace", "t.json", "--steps", "7:8")
+    assert missing.returncode == 2
+    assert "none of the steps 7:8 has a timeline; a has steps 5, 9, 11" in missing.stderr
+    assert "steps of observe.profile_steps are in a/profile" in missing.stderr
+    # Without profiles in turn nobody knows how much is computing, and why is said.
+    never = ["run.dir=b", "train.steps=3", "observe.profile_steps=2:3", "observe.profile_every=0"]
+    assert "unknown: no step was profiled by observe.profile_every" in meshwright("train", *tiny_run, *never).stdout

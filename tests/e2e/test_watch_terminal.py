@@ -90,8 +90,8 @@ def test_mistakes_are_told_in_a_sentence(finished: Path, meshwright: CommandLine
         ((finished, finished), "say --web"),
         ((finished, "--steps", "3:"), "--trace"),
         ((finished, "--trace", "t.json", "--steps", "x"), "--steps x: give A:B"),
-        ((finished, "--trace", "t.json", "--steps", "5:5"), "no step from 5"),
-        ((finished, "--trace", "t.json", "--steps", "9000:"), "was profiled"),
+        ((finished, "--trace", "t.json", "--steps", "5:4"), "no step from 5 to 4"),
+        ((finished, "--trace", "t.json", "--steps", "9000:"), "has a timeline"),
         ((finished, "--trace", finished / "no" / "t.json"), "cannot be written"),
     ):
         refused = meshwright("watch", *arguments)

@@ -130,7 +130,7 @@ def test_without_a_profiled_step_nobody_knows_how_much_is_computing(tmp_path: Pa
     assert page["efficiency"] is None
     assert {rank["efficiency"] for rank in page["ranks"]} == {None}
     assert "computing" not in picture + line
-    assert "computing    unknown: no step was profiled" in end
+    assert "computing    unknown: no step was profiled by observe.profile_every" in end
 
 
 def test_the_page_has_waiting_apart_from_the_passes_as_a_terminal_has(tmp_path: Path) -> None:

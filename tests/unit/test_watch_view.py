@@ -264,6 +264,17 @@ def test_rubbish_in_a_file_is_no_error(tmp_path: Path, name: str, rubbish: bytes
         write_trace(folder, tmp_path / "trace.json")
 
 
+def test_a_timeline_has_both_ends_of_its_steps_and_as_many_spans_as_it_says(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dp=2 pp=2", world=4, steps=80)
+    told = write_trace(folder, tmp_path / "trace.json", "25:50")
+    spans = [one for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if one["ph"] == "X"]
+    assert {span["args"]["step"] for span in spans} == {25, 50}
+    assert "idle" in {span["cat"] for span in spans}
+    assert f": {len(spans)} spans of 4 ranks, steps 25, 50;" in told
+    write_trace(folder, tmp_path / "trace.json", "50")
+    assert '"step": 50' in (tmp_path / "trace.json").read_text()
+
+
 def test_what_goes_to_a_browser_is_plain_json_of_bearable_length(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "dp=2", world=2, steps=5)
     append(

@@ -23,7 +23,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder (run.dir of a training)")
     parser.add_argument("--once", action="store_true", help="print one picture and end")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write profiled steps as a trace-event file and end")
-    parser.add_argument("--steps", metavar="A:B", help="with --trace: from step A to before B; either may be left out")
+    parser.add_argument("--steps", metavar="A:B", help="with --trace: from step A to step B; either may be left out")
     parser.add_argument("--web", action="store_true", help="serve a page and say where it is")
     parser.add_argument("--port", type=int, help="with --web: port of the page (default: one that is free)")
     parser.add_argument("--host", help="with --web: address to listen on (default: 127.0.0.1)")
@@ -82,7 +82,7 @@ def _serve(args: argparse.Namespace, folders: list[Path]) -> int:
 
 
 def existing_run(name: str) -> Path:
-    """A folder that a run may be in; one in which nothing is yet is waited for."""
+    """A folder that holds a run, be it one that has only begun; others are refused."""
     path = Path(name)
     if not path.is_dir():
         raise UserError(f"{path} is not a folder; give the run.dir of a training")

@@ -56,9 +56,15 @@ class Profiling:
 
     def is_due(self, step: int) -> bool:
         """Whether this step is to be profiled."""
-        in_turn = self.every > 0 and step >= self._first and (step - self._first) % self.every == 0
-        # Profiles on demand begin at the end of the step before their own.
-        return in_turn and not (wanted(self._on_demand, step) or wanted(self._on_demand, step + 1))
+        if self.every <= 0 or step < self._first or self._is_taken(step):
+            return False
+        # A step in turn that a profile on demand takes is made up for by the first one after it.
+        turn = step - (step - self._first) % self.every
+        return all(map(self._is_taken, range(turn, step)))
+
+    def _is_taken(self, step: int) -> bool:
+        """Whether a profile on demand is under way in this step; it begins at the end of the step before its own."""
+        return wanted(self._on_demand, step) or wanted(self._on_demand, step + 1)
 
     def begin(self, trainer: TrainingLoop) -> None:
         """The step that begins here is profiled, unless whoever trains has a profiler of their own running."""

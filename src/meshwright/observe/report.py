@@ -66,7 +66,7 @@ def _computing(view: View) -> str:
     """How much of computing and exposed communication was computing, and where least."""
     found = view.efficiency
     if found is None:
-        return "unknown: no step was profiled"
+        return "unknown: no step was profiled by observe.profile_every"
     known = [(one.share, rank.rank) for rank in view.ranks if (one := rank.efficiency) is not None]
     least, rank = min(known)
     lowest = f"; lowest rank {rank} with {least:.1%}" if len(known) > 1 else ""

@@ -16,34 +16,42 @@ _SPANS = re.compile(r"(\d+)\.spans\.jsonl")
 
 
 def write_trace(run: Path, target: Path, steps: str | None = None) -> str:
-    """Write the timeline of a run, or of some of its steps ("50:60"); gives what was written, in words."""
+    """Write the timeline of a run, or of some of its steps ("50:60" with both); gives what was written, in words."""
     wanted = parse_steps(steps) if steps is not None else None
     ranks = read_spans(run, wanted)
     found = sorted({span.step for rank in ranks for span in rank.spans})
     if not found:
         held = sorted({span.step for rank in read_spans(run, None) for span in rank.spans}) if wanted else []
         if held:
-            raise UserError(f"none of the steps {steps} was profiled; {run} has {_listed(held)}")
-        raise UserError(f"{run} has no spans of profiled steps in its folder ranks; profiling writes them")
-    text = json.dumps(trace_events(ranks), allow_nan=False)
+            raise UserError(f"none of the steps {steps} has a timeline; {run} has {_listed(held)}{_on_demand(run)}")
+        raise UserError(
+            f"{run} has no timeline of a step in its folder ranks; observe.profile_every writes them{_on_demand(run)}"
+        )
+    timeline = trace_events(ranks)
+    text = json.dumps(timeline, allow_nan=False)
     try:
         write_atomically(target, text)
     except OSError as error:
         raise UserError(f"{target} cannot be written: {error.strerror}") from None
-    count = sum(len(rank.spans) for rank in ranks)
+    count = sum(event["ph"] == "X" for event in timeline["traceEvents"])
     return f"{target}: {count} spans of {len(ranks)} ranks, {_listed(found)}; https://ui.perfetto.dev opens it"
 
 
+def _on_demand(run: Path) -> str:
+    """Where steps are that torch's profiler has written by itself."""
+    return f"; steps of observe.profile_steps are in {run / 'profile'}" if (run / "profile").is_dir() else ""
+
+
 def parse_steps(text: str) -> range:
-    """The steps that "A:B", "A:", ":B" or "A" mean; B is not among them."""
+    """The steps that "A:B", "A:", ":B" or "A" mean, both ends included."""
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or not (match[1] or match[3]) or (not match[2] and match[3]):
-        raise UserError(f"--steps {text}: give A:B, the steps from A to before B; either may be left out")
+        raise UserError(f"--steps {text}: give A:B, the steps from A to B; either may be left out")
     first = int(match[1] or 0)
-    last = int(match[3]) if match[3] else first + 1 if not match[2] else 1 << 62
-    if last <= first:
-        raise UserError(f"--steps {text}: there is no step from {first} to before {last}")
-    return range(first, last)
+    last = int(match[3]) if match[3] else first if not match[2] else 1 << 62
+    if last < first:
+        raise UserError(f"--steps {text}: there is no step from {first} to {last}")
+    return range(first, last + 1)
 
 
 def read_spans(run: Path, steps: range | None) -> list[RankSpans]:
