@@ -19,7 +19,9 @@ from meshwright.observe.snapshot import clean, difference, snapshot, to_text
 from meshwright.observe.trace_file import write_trace
 from meshwright.observe.view import RunView
 from meshwright.strategy import Strategy
+from meshwright.training.run_folder import RunFolder
 from tests.run_folders import append, append_steps, write_run
+from tests.unit.run_folders import write_lines
 
 
 @pytest.fixture
@@ -262,6 +264,24 @@ def test_rubbish_in_a_file_is_no_error(tmp_path: Path, name: str, rubbish: bytes
     to_text(snapshot([RunView(folder).refresh()]))
     with suppress(UserError):
         write_trace(folder, tmp_path / "trace.json")
+
+
+def test_the_account_of_a_copied_run_is_that_of_the_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.hold(fresh=False):
+        began = time.time()
+    write_lines(tmp_path / "run/metrics.jsonl", [{"step": 1, "time": began + 3, "step_s": 1.0, "loss": 2.0}])
+    ends = [{"time": began + 2, "event": "started", "step": 0}, {"time": began + 3, "event": "finished", "step": 1}]
+    write_lines(tmp_path / "run/events.jsonl", ends)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    os.utime(tmp_path / "copy/run.json", (began + 1000, began + 1000))
+    accounts = [RunView(tmp_path / name).refresh().goodput for name in ("run", "copy")]
+    assert accounts[0].wall_s == pytest.approx(3, abs=0.1)
+    assert accounts[0] == accounts[1]
+    # Earlier runs do not say when they began, but for the time of the file.
+    (tmp_path / "run/run.json").write_text('{"run": "0"}')
+    os.utime(tmp_path / "run/run.json", (began - 2, began - 2))
+    assert RunView(tmp_path / "run").refresh().goodput.wall_s == pytest.approx(5, abs=0.1)
 
 
 def test_a_timeline_has_both_ends_of_its_steps_and_as_many_spans_as_it_says(tmp_path: Path) -> None:

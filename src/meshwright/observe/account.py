@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.observe.curves import Curves
+from meshwright.observe.curves import Curves, number
 from meshwright.observe.goodput import Goodput, goodput
 from meshwright.observe.rank_files import RankRecord
-from meshwright.observe.tail import Line
+from meshwright.observe.tail import Line, read_json
 
 MOST_SHARE = 0.05
 """The share of time that accounting for a long run may take."""
@@ -44,8 +44,15 @@ class Account:
             {"step": step, "time": when} | {name: column[step] for name, column in columns.items() if step in column}
             for step, when in zip(curves.steps, curves.times, strict=True)
         ]
-        began: float | None = None
+        return goodput(events, metrics, ranks, self._began(), now)
+
+    def _began(self) -> float | None:
+        """When the first process took the folder, which wrote the file then."""
+        path = self._path / "run.json"
+        said = number(read_json(path).get("began"))
+        if said is not None:
+            return said
         with suppress(OSError):
-            # Written once, when the first process took the folder.
-            began = (self._path / "run.json").stat().st_mtime
-        return goodput(events, metrics, ranks, began, now)
+            # Earlier runs do not say: a copy of their folder has another time.
+            return path.stat().st_mtime
+        return None

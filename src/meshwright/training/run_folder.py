@@ -85,7 +85,8 @@ class RunFolder:
             lock = take_lock(self.lock, fence)
             lock.write(fence)
             if not self.identity.exists():
-                write_atomically(self.identity, json.dumps({"run": self._former_id() or uuid.uuid4().hex}) + "\n")
+                identity = {"run": self._former_id() or uuid.uuid4().hex, "began": round(time.time(), 3)}
+                write_atomically(self.identity, json.dumps(identity) + "\n")
         except OSError as error:
             raise CheckpointError(f"run.dir={self.path} cannot be written: {error.strerror}; choose another") from None
         self.fence = fence
