@@ -117,8 +117,8 @@ def test_a_prometheus_server_scrapes_a_training(tiny_run: list[str], tmp_path: P
             (series,) = found
             assert {name: series["metric"][name] for name in ("rank", "run")} == {"rank": "0", "run": "a"}
             assert series["metric"]["host"] == socket.gethostname()
-            of_steps = ("step_seconds", "loss", "loss_max", "learning_rate", "steps_skipped_total")
-            of_speed = ("tokens_per_second", "model_teraflops_per_second_per_device")
+            of_steps = ("step_seconds", "loss", "loss_max", "spike_score", "learning_rate", "steps_skipped_total")
+            of_speed = ("tokens_per_second", "tokens_per_second_per_device", "model_teraflops_per_second_per_device")
             for name in (*of_steps, *of_speed):
                 assert len(ask(f"meshwright_{name}")) == 1, name
             assert float(ask("meshwright_memory_bytes{kind='rss'}")[0]["value"][1]) > 1e7
@@ -187,7 +187,8 @@ def test_mlflow_gets_the_metrics_and_a_resumed_run_goes_on_there(
     assert [metric["step"] for metric in metrics if metric["key"] == "train/loss"] == [1, 2, 3, 4, 5, 6, 7, 8]
     rows = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     exported = {name for row in rows for name in row} - NOT_EXPORTED
-    assert {"loss_max", "spike_score", "tflops_per_device", "tokens_per_s_per_device"} <= exported
+    added = {"loss_max", "spike_score", "tflops_per_device", "tokens_per_s_per_device", "peak_memory_gib"}
+    assert added <= exported
     for name in exported:
         sent = {metric["step"]: metric["value"] for metric in metrics if metric["key"] == TAGS[name]}
         assert sent == {row["step"]: row[name] for row in rows if name in row}, name

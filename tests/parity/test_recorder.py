@@ -254,6 +254,10 @@ def test_speed_and_restlessness_are_among_the_metrics(recorded: dict[str, Record
             assert "mfu" not in line
             assert line["loss_max"] >= line["loss"] - 1e-9
             assert line["spike_score"] == 0
+        # The most so far never shrinks, and is no less than what the first rank held when its steps ended.
+        peaks = [line["peak_memory_gib"] for line in run.metrics]
+        assert peaks == sorted(peaks)
+        assert peaks[-1] * 2**30 >= 0.95 * max(line["memory"]["rss"] for line in run.steps(0).values())
         # Each replica has other samples, so one of them is worse than the mean.
         is_split = "dp=2" in strategy
         assert (run.metrics[-1]["loss_max"] > run.metrics[-1]["loss"]) == is_split

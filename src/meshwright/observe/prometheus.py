@@ -27,11 +27,13 @@ GAUGES = {
     "step_s": ("meshwright_step_seconds", "Duration of the latest step, without evaluation and other hooks"),
     "loss": ("meshwright_loss", "Training loss of the latest step, mean over its tokens"),
     "loss_max": ("meshwright_loss_max", "Largest mean loss of a data replica in the latest step"),
+    "spike_score": ("meshwright_spike_score", "Share of the last 128 steps whose loss or gradient norm was a spike"),
     "eval_loss": ("meshwright_eval_loss", "Loss on the held-out sequences when last evaluated"),
     "grad_norm": ("meshwright_gradient_norm", "Norm of the gradient of the latest step, before clipping"),
     "lr": ("meshwright_learning_rate", "Learning rate of the latest step"),
     "loss_scale": ("meshwright_loss_scale", "Factor of the loss under fp16"),
     "tokens_per_s": ("meshwright_tokens_per_second", "Tokens of all ranks in the latest step by its duration"),
+    "tokens_per_s_per_device": ("meshwright_tokens_per_second_per_device", "The same by the number of ranks"),
     "tflops_per_device": (
         "meshwright_model_teraflops_per_second_per_device",
         "The model's own FLOPs of the latest step by its duration and the number of ranks, in 1e12",

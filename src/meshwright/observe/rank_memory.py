@@ -46,17 +46,27 @@ class RankMemory:
             }
         return found
 
+    def peak(self) -> int:
+        """Bytes held at most so far: on a GPU by torch and beside it, else by this process."""
+        if self._device.type != "cuda":
+            return _resident_peak()
+        return self.now()["held"]
+
     def _resident(self) -> int:
         if self._statm is not None:
             return int(os.pread(self._statm, 100, 0).split()[1]) * _PAGE
-        # Elsewhere the most so far, which macOS counts in bytes.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return _resident_peak()
 
     def close(self) -> None:
         """Nothing is asked any more."""
         if self._statm is not None:
             os.close(self._statm)
             self._statm = None
+
+
+def _resident_peak() -> int:
+    """The most bytes so far, which macOS counts in bytes and others in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def beside_torch(device: torch.device) -> int:
@@ -69,7 +79,7 @@ def peak_memory(device: torch.device) -> float:
     """Bytes that this process held at most: on a GPU what torch has reserved, with the driver's own share."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_reserved(device) + beside_torch(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+    return float(_resident_peak())
 
 
 def parameter_bytes(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""What is added to a step's metrics: speed for each device, how well it is used, and how restless the run is."""
+"""What is added to the metrics of a step: speed of each device, how well it is used, memory, how restless a run is."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from meshwright.cluster.chips import Chip
 from meshwright.cluster.cluster import chip_named
+from meshwright.observe.rank_memory import RankMemory
 from meshwright.planning.blocks import training_flops
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
@@ -36,10 +37,12 @@ class StepMetrics(Hook):
         self._peak = 0.0
         self._losses, self._norms = Restless(), Restless()
         self._spikes: deque[bool] = deque(maxlen=WINDOW)
+        self._memory: RankMemory | None = None
 
     def at_start(self, trainer: TrainingLoop) -> None:
         length = trainer.config.data.sequence_length
         self._flops_per_token = training_flops(trainer.job.spec, length, length) / length
+        self._memory = RankMemory(trainer.world.device)
         chip = chip_of(trainer.world.device)
         if chip is not None and trainer.world.sharing is None:
             # With 8 bits most products but not all are faster: plans, too, count by the wider dtype.
@@ -55,11 +58,17 @@ class StepMetrics(Hook):
         metrics["tflops_per_device"] = tflops
         if self._peak:
             metrics["mfu"] = tflops / self._peak
+        if self._memory is not None:
+            metrics["peak_memory_gib"] = self._memory.peak() / 2**30
         # Both are asked: each must see every step.
         spikes = [self._losses.is_spike(metrics.get("loss")), self._norms.is_spike(metrics.get("grad_norm"))]
         self._spikes.append(any(spikes))
         metrics["spike_score"] = sum(self._spikes) / len(self._spikes)
         self._inside += time.perf_counter() - entered
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
 
     def take_inside(self) -> float:
         """The seconds spent here since this was last asked."""

@@ -37,6 +37,7 @@ TAGS = {
     "tokens_per_s_per_device": "perf/tokens_per_second_per_device",
     "tflops_per_device": "perf/tflops_per_device",
     "mfu": "perf/mfu",
+    "peak_memory_gib": "perf/peak_memory_gib",
     "step_s": "perf/step_time_s",
     "pipeline_idle": "perf/pipeline_idle",
     "pipeline_idle_predicted": "perf/pipeline_idle_predicted",
