@@ -69,6 +69,47 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (["--on", "slurm", "--grace", "65536"], "--grace 65536"),
         (["--on", "slurm", "--sbatch=--comment=a\rb"], "--sbatch"),
         (["--on", "slurm", "--sbatch=reservation"], "--sbatch"),
+        (["--on", "slurm", "--sbatch=--comment=a --nodes=5"], "more than one option"),
+        (["--on", "slurm", "--sbatch=--comment='a"], "is not an option of sbatch"),
+        (["--on", "slurm", "--sbatch=--time-min=2"], "--time-min 2 is 120 s"),
+        *(
+            (["--on", "slurm", f"--sbatch={option}"], f"job.sh says itself what --{name} is; {instead}")
+            for option, name, instead in (
+                ("--nodes=5", "nodes", "--nodes says it"),
+                ("--nodes 5", "nodes", "--nodes says it"),
+                ("-N5", "nodes", "--nodes says it"),
+                ("-N 5", "nodes", "--nodes says it"),
+                ("-HN5", "nodes", "--nodes says it"),
+                ("--ntasks=4", "ntasks", "each machine has one task; --processes-per-node"),
+                ("-n4", "ntasks", "each machine has one task; --processes-per-node"),
+                ("--gpus-per-node=2", "gpus-per-node", "--gpus-per-node says how many"),
+                ("--gpus-per-n=2", "gpus-per-node", "--gpus-per-node says how many"),
+                ("-G2", "gpus", "--gpus-per-node says how many"),
+                ("--array=1-4", "array", "a run is one job"),
+                ("--arr=1-4", "array", "a run is one job"),
+                ("--output=x", "output", "logs lie beside the run folder"),
+                ("-o x", "output", "logs lie beside the run folder"),
+                ("--job-name=x", "job-name", "--name says it"),
+                ("--no-requeue", "no-requeue", "a job that has saved comes back"),
+                ("--no-r", "no-requeue", "a job that has saved comes back"),
+                ("--signal=USR1@5", "signal", "--grace says when"),
+                ("--chdir=/", "chdir", "--workdir says it"),
+                ("-t5", "time", "--time says it"),
+            )
+        ),
+        (["--on", "slurm", "--sbatch=--gres=nvme,gpu:2"], "--gpus-per-node says how many"),
+        *(
+            (["--on", "slurm", "--time", time, *grace], told)
+            for time, grace, told in (
+                ("00:02:00", [], "--time 00:02:00 is 120 s, and --grace 120"),
+                ("3", [], "--time 3 is 180 s, and --grace 120"),
+                ("2:30", [], "--time 2:30 is 180 s"),
+                ("00:05:00", ["--grace", "600"], "--time 00:05:00 is 300 s, and --grace 600"),
+                ("0-1", ["--grace", "3600"], "--time 0-1 is 3600 s"),
+                ("0-0:10", ["--grace", "600"], "--time 0-0:10 is 600 s"),
+                ("0-0:01:30", [], "--time 0-0:01:30 is 120 s"),
+            )
+        ),
         (["--on", "slurm", "--nodes", "2:"], "--nodes takes a number of machines or MIN:MAX, not '2:'"),
         (["--on", "slurm", "--gpu", "h100", "run.device=cpu"], "run.device=cpu"),
         *(
@@ -189,6 +230,18 @@ def test_limits_and_sizes_are_those_of_sbatch(option: str, launch: Launch, tmp_p
     code, complaint = launch("--on", "slurm", option, "--dry-run", "review")
     assert code == 0, complaint
     assert f"\n#SBATCH {option}\n" in (tmp_path / "review/job.sh").read_text()
+
+
+@pytest.mark.parametrize("words", [
+    ["--time", "4"], ["--time", "3:01"], ["--time", "0-1"], ["--time", "0"], ["--time", "2", "--grace", "30"],
+    *([f"--sbatch={option}"] for option in (
+        "--reservation=night", "--mem-per-cpu=4G", "-w a,b", "-xnode7", "--exclusive", "--gres=nvme:1", "-H",
+        "--wait-all-nodes=1", "--export=NONE", "--time-min=60", "--dependency afterok:7", "--comment='not --nodes=5'",
+    )),
+])  # fmt: skip
+def test_what_leaves_the_plan_and_time_to_train_is_handed_to_sbatch(words: list[str], launch: Launch) -> None:
+    code, complaint = launch("--on", "slurm", *words, "--dry-run", "review")
+    assert code == 0, complaint
 
 
 def test_the_script_of_a_review_runs_from_anywhere(

@@ -43,7 +43,7 @@ done
 """
 
 _TRAINING = """\
-srun --kill-on-bad-exit=0 --label --output="$folder/%j-node%n.log" --open-mode=append \\
+srun --export=ALL --kill-on-bad-exit=0 --label --output="$folder/%j-node%n.log" --open-mode=append \\
     {node} --nodes {nodes} --rendezvous "$endpoint" --run-id "$run_id" -- \\
     {train} &
 training=$!
@@ -109,7 +109,9 @@ def _options(submission: Submission, options: argparse.Namespace, folder: str, w
         "--mem": options.mem, "--constraint": options.constraint,
     }  # fmt: skip
     yield from (f"{option}={words.taken(option, word)}" for option, word in given.items() if word is not None)
-    yield from map(words.own_option, options.sbatch or [])
+    if options.time is not None:
+        words.check_grace(grace, "--time", options.time)
+    yield from (words.own_option(word, grace) for word in options.sbatch or [])
 
 
 def _word(option: str) -> str:
