@@ -143,6 +143,26 @@ def test_the_script_for_review_is_what_bash_takes(
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_was_written_for_review_trains_when_it_is_submitted_as_it_lies(
+    launch: Callable[..., subprocess.CompletedProcess[str]], words: list[str], cluster: dict[str, str], tmp_path: Path
+) -> None:
+    review = tmp_path / "for review"
+    assert launch(*words, "train.steps=6", "--dry-run", "for review").returncode == 0
+    subprocess.run(["bash", "-n", review / "job.sh"], check=True)
+    # From anywhere, and until it has ended.
+    sent = subprocess.run(
+        ["sbatch", "--wait", review / "job.sh"],
+        env=os.environ | cluster, cwd="/", capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    logs = {file.name: file.read_text() for file in review.glob("*.log")}
+    assert sent.returncode == 0, (sent.stderr, logs)
+    assert len(metrics(tmp_path / RUN)) == 6
+    job = sent.stdout.split()[-1]
+    assert {f"slurm-{job}.log", f"{job}-node0.log", f"{job}-node1.log", f"{job}-rank0.log"} <= set(logs)
+    assert (review / f"ended-{job}").read_text() == "0\n"
+    assert not (tmp_path / f"{RUN}.launch").exists()
+
+
 def test_tasks_of_srun_are_ranks(cluster: dict[str, str], tiny_run: list[str], tmp_path: Path) -> None:
     command = ["srun", "-n", "2", "-N", "2", sys.executable, "-m", "meshwright", "train", *tiny_run, "run.dir=run"]
     ended = subprocess.run(

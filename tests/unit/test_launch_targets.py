@@ -52,6 +52,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (["--on", "slurm", "--name", "a" * 64], "63"),
         (["--on", "slurm", 'run.dir=runs/a"b'], "run.dir"),
         (["--on", "slurm", "--workdir", "/a\\b"], "the working folder"),
+        (["--on", "slurm", "--dry-run", 'a"b'], "--dry-run has a name that sbatch cannot take"),
         (["--on", "slurm", "--partition", "a\nb"], "--partition"),
         (["--on", "slurm", "--partition", "a b"], "--partition 'a b'"),
         (["--on", "slurm", "--account", "a;id"], "--account 'a;id'"),
@@ -126,7 +127,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def test_what_submitting_refuses_is_not_written_for_review(
     words: list[str], told: str, launch: Launch, tmp_path: Path
 ) -> None:
-    code, complaint = launch(*words, "--dry-run", "review")
+    code, complaint = launch("--dry-run", "review", *words)
     assert code == 2
     assert told in complaint
     assert complaint.count("\n") == 1
@@ -194,15 +195,15 @@ def test_a_script_is_what_bash_takes_whatever_the_names(launch: Launch, tmp_path
         "--sbatch",
         "--comment='a b'",
     ]
-    code, complaint = launch("--on", "slurm", *words, "--dry-run", "review")
+    code, complaint = launch("--on", "slurm", *words, "--dry-run", "review 'it' #1")
     assert code == 0, complaint
-    subprocess.run(["bash", "-n", tmp_path / "review/job.sh"], check=True)
-    script = (tmp_path / "review/job.sh").read_text()
+    subprocess.run(["bash", "-n", tmp_path / "review 'it' #1/job.sh"], check=True)
+    script = (tmp_path / "review 'it' #1/job.sh").read_text()
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     # As sbatch splits its lines: at spaces that no quotes hold.
     assert all(len(shlex.split(option)) == 1 for option in asked)
     assert shlex.split(" ".join(asked))[-6:] == [
-        f"--output={tmp_path}/runs/with 'a space' #1.launch/slurm-%j.log", "--chdir=/some where",
+        f"--output={tmp_path}/review 'it' #1/slurm-%j.log", "--chdir=/some where",
         "--partition=gpu,gpu-long", "--account=us", "--constraint=[a*2&b*1]", "--comment=a b",
     ]  # fmt: skip
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError, ExitCode, UserError
+from meshwright.launch import slurm_words as words
 from meshwright.launch.lines import lines_of
 from meshwright.launch.slurm_script import GRACE_S, script_of
 from meshwright.launch.submission import Submission
@@ -43,7 +44,8 @@ class Slurm:
         """Let Slurm itself say whether it would take the job."""
         if shutil.which("sbatch") is None:
             raise ConfigError(
-                "there is no sbatch here; launch from a login node, or --dry-run DIR and submit job.sh there"
+                "there is no sbatch here; launch from a login node, or --dry-run DIR on a disk that the cluster sees, "
+                "and `sbatch DIR/job.sh` there"
             )
         text = self.files(submission, options)[SCRIPT]
         _slurm(["sbatch", "--test-only"], given=text)
@@ -56,7 +58,10 @@ class Slurm:
                 setup = options.setup.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"--setup {options.setup} cannot be read: {error}") from None
-        folder = str(launch_folder(Path(submission.config.run.dir)))
+        folder = words.folder_name("run.dir", str(launch_folder(Path(submission.config.run.dir))))
+        if options.dry_run is not None:
+            # What was written for review can be submitted as it lies: nobody may have made the other folder.
+            folder = words.folder_name("--dry-run", str(options.dry_run.resolve()))
         workdir = str(options.workdir or os.getcwd())
         return {**submission.files(), SCRIPT: script_of(submission, options, folder, workdir, setup)}
 
@@ -105,8 +110,8 @@ class Slurm:
 
 def _most_nodes(folder: Path) -> int:
     """Machines that the script asks for, at most."""
-    words = re.search(r"#SBATCH --nodes=(?:\d+-)?(\d+)", (folder / SCRIPT).read_text(encoding="utf-8"))
-    return int(words[1]) if words else 1
+    asked = re.search(r"#SBATCH --nodes=(?:\d+-)?(\d+)", (folder / SCRIPT).read_text(encoding="utf-8"))
+    return int(asked[1]) if asked else 1
 
 
 def _of_code(code: int, who: str) -> Status:

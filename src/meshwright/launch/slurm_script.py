@@ -64,7 +64,7 @@ exit "$code"
 
 
 def script_of(submission: Submission, options: argparse.Namespace, folder: str, workdir: str, setup: str) -> str:
-    """The whole script."""
+    """The whole script; run.toml lies in `folder`, and logs go there. Slurm runs a copy of it, so it says where."""
     python = str(options.python or sys.executable)
     machines = submission.machines
     nodes = "$SLURM_NNODES" if machines.least == machines.most else f"{machines.least}:$SLURM_NNODES"
@@ -100,7 +100,7 @@ def _options(submission: Submission, options: argparse.Namespace, folder: str, w
     grace = GRACE_S if options.grace is None else words.number("--grace", options.grace, 0, words.MOST_GRACE_S)
     yield f"--signal=B:USR1@{grace}"
     yield "--open-mode=append"
-    yield _word(f"--output={words.folder_name('run.dir', folder)}/slurm-%j.log")
+    yield _word(f"--output={folder}/slurm-%j.log")
     yield _word(f"--chdir={words.folder_name('the working folder', workdir)}")
     if options.cpus_per_task is not None:
         yield f"--cpus-per-task={words.number('--cpus-per-task', options.cpus_per_task, 1)}"
