@@ -287,16 +287,42 @@ def test_what_the_pods_mount_is_the_run_file_and_the_plan() -> None:
     assert json.loads(data["plan.json"])["strategy"] == run.config.parallel.strategy
 
 
-def test_a_plan_too_long_for_a_config_map_loses_tables_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_too_long_to_be_applied_is_written_shorter_then_loses_tables_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run = submission("2", 8, "tiny-run", "parallel.strategy=auto")
-    room = sum(len(text.encode()) for text in run.files().values()) - 1
-    monkeypatch.setattr(documents, "ROOM", room)
+    whole = run.files()
+    assert documents.run_files(run) == whole
+    monkeypatch.setattr(documents, "APPLIED", len(json.dumps(whole)) - 1)
+    shorter = documents.run_files(run)["plan.json"]
+    assert (json.loads(shorter), shorter.count("\n")) == (json.loads(whole["plan.json"]), 1)
+    monkeypatch.setattr(documents, "APPLIED", len(json.dumps({**whole, "plan.json": shorter})) - 1)
     plan = json.loads(documents.run_files(run)["plan.json"])
-    assert plan["left_out"].startswith("candidates")
+    assert plan["left_out"].startswith("candidates: ")
     assert "candidates" not in plan["answer"]
+    # A long run file can be created, up to what a ConfigMap holds.
+    monkeypatch.setattr(documents, "APPLIED", 100)
+    assert "ways" not in json.loads(documents.run_files(run)["plan.json"])["answer"]
     monkeypatch.setattr(documents, "ROOM", 100)
     with pytest.raises(documents.UserError, match="more than the 100 bytes"):
         documents.run_files(run)
+
+
+def test_the_objects_of_a_large_plan_fit_the_annotation_that_kubectl_apply_makes() -> None:
+    large = (
+        "model.preset=llama3.1-405b",
+        "parallel.strategy=auto",
+        "data.sequence_length=4096",
+        "train.precision=bf16",
+    )
+    run = submission("64", 8, "tiny-run", *large, "train.global_batch=1024")
+    assert len(json.dumps(run.files())) > 210_000, "it is no test otherwise"
+    for one in written(arguments("--kind", "job", *VOLUME), run).values():
+        # As Go writes JSON; annotations have room for 262,144 bytes in all.
+        text = json.dumps(one).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+        assert len(text) < 210_000
+    plan = json.loads(documents.run_files(run)["plan.json"])
+    assert plan["answer"]["best"]["strategy"] == run.config.parallel.strategy
 
 
 def test_kueue_finds_jobs_suspended_and_labelled() -> None:

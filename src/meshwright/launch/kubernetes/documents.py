@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -19,6 +20,9 @@ from meshwright.launch.submission import PLAN_FILE, RUN_FILE, Submission
 
 ROOM = 1_000_000
 """Bytes of a ConfigMap, whose limit is 1 MiB."""
+APPLIED = 200_000
+"""Bytes of a ConfigMap that `kubectl apply` takes: it copies objects as JSON into an annotation, and all annotations of
+one have room for 262,144."""
 _LONG = ("candidates", "runners_up", "fewer_gpus", "ways", "tried")
 """Tables of a plan that the run itself does not need, the longest first."""
 _MAKERS = {
@@ -31,19 +35,27 @@ _MAKERS = {
 
 
 def run_files(submission: Submission) -> dict[str, str]:
-    """The run file and the plan, as much of it as a ConfigMap has room for; it says itself what was left out."""
+    """The run file and the plan, as much of it as `kubectl apply` takes; it says itself what was left out."""
     files = submission.files()
-    left_out: list[str] = []
-    for table in (None, *_LONG):
-        if table is not None:
-            left_out.append(table)
-            files[PLAN_FILE] = _without(submission.plan_file, left_out)
-        if sum(len(text.encode()) for text in files.values()) <= ROOM:
+    if _applied(files) <= APPLIED:
+        return files
+    for count in range(len(_LONG) + 1):
+        files[PLAN_FILE] = _without(submission.plan_file, _LONG[:count])
+        if _applied(files) <= APPLIED:
             return files
+    # The run file itself is so long; it can still be created, and applied by the server.
+    if sum(len(text.encode()) for text in files.values()) <= ROOM:
+        return files
     raise UserError(
         f"{RUN_FILE} and {PLAN_FILE} have more than the {ROOM:,} bytes that a ConfigMap has room for; make the run "
         "file shorter, such as data.mix by a folder that was prepared from all of it"
     )
+
+
+def _applied(files: Mapping[str, str]) -> int:
+    """Bytes that they have as JSON, as kubectl writes it: <, > and & are six each."""
+    text = json.dumps(dict(files))
+    return len(text) + 5 * sum(map(text.count, "<>&"))
 
 
 def objects(submission: Submission, options: Options) -> list[Table]:
@@ -112,8 +124,10 @@ def as_yaml(one: Table) -> str:
     return yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
-def _without(plan: str, tables: list[str]) -> str:
+def _without(plan: str, tables: Sequence[str]) -> str:
+    """A plan on one line, less some of its tables."""
     content = json.loads(plan)
     for table in tables:
         (content["answer"] or {}).pop(table, None)
-    return json.dumps({"left_out": f"{', '.join(tables)}: a ConfigMap has no room", **content}, indent=1) + "\n"
+    said = {"left_out": f"{', '.join(tables)}: `kubectl apply` has no room"} if tables else {}
+    return json.dumps({**said, **content}, separators=(",", ":")) + "\n"
