@@ -259,6 +259,23 @@ def test_a_ray_cluster_asks_for_a_token_and_all_its_containers_may_do_nothing_sp
     assert added == ({"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}} if ":" in nodes else None)
 
 
+@pytest.mark.parametrize("kind", ["rayjob", "raycluster"])
+@pytest.mark.parametrize("nodes", ["2", "2:4"])
+def test_of_rays_pods_only_an_autoscaling_head_has_a_token_unless_an_account_is_named(kind: str, nodes: str) -> None:
+    def tokens(*words: str) -> dict[str, bool | None]:
+        spec = job_of(arguments("--kind", kind, *words, *VOLUME), submission(nodes, 8))["spec"]
+        cluster = spec.get("rayClusterSpec", spec)
+        pods = {"head": cluster["headGroupSpec"], "worker": cluster["workerGroupSpecs"][0]}
+        found = {name: group["template"]["spec"] for name, group in pods.items()}
+        if kind == "rayjob":
+            found["submitter"] = spec["submitterPodTemplate"]["spec"]
+        return {name: pod.get("automountServiceAccountToken") for name, pod in found.items()}
+
+    submitter = {"submitter": False} if kind == "rayjob" else {}
+    assert tokens() == {"head": None if ":" in nodes else False, "worker": False, **submitter}
+    assert set(tokens("--service-account", "trainer").values()) == {None}
+
+
 def test_beside_a_job_lies_a_hostfile_of_its_machines() -> None:
     found = written(arguments("--kind", "job", *VOLUME), submission("2", 8))
     assert found["02-configmap-hostfile.yaml"]["data"]["hostfile"] == (

@@ -62,7 +62,7 @@ def environment(submission: Submission, options: Options) -> list[Table]:
 
 
 def resources(submission: Submission, options: Options) -> Table:
-    """What each machine's pod asks for, and no more: such pods are the last to be evicted."""
+    """What each machine's pod asks for, and no more: with cores and memory such pods are the last to be evicted."""
     asked: dict[str, str] = {}
     if options.cpu:
         asked["cpu"] = options.cpu
@@ -110,14 +110,14 @@ def volumes(submission: Submission, options: Options) -> list[Table]:
     ]
 
 
-def pod_spec(submission: Submission, options: Options, containers: list[Table]) -> Table:
-    """A pod around its containers."""
+def pod_spec(submission: Submission, options: Options, containers: list[Table], asks_cluster: bool = False) -> Table:
+    """A pod around its containers; only one that asks the cluster for machines has a token for it unasked."""
     spec: Table = {"containers": containers, "volumes": volumes(submission, options)}
     spec["securityContext"] = pod_security(options)
     spec["terminationGracePeriodSeconds"] = options.grace
     if options.account:
         spec["serviceAccountName"] = options.account
-    elif not options.is_ray:  # Ray's head asks the cluster for machines.
+    elif not asks_cluster:
         spec["automountServiceAccountToken"] = False
     if options.pull_secrets:
         spec["imagePullSecrets"] = [{"name": name} for name in options.pull_secrets]

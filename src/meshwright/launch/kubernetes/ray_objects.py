@@ -80,7 +80,7 @@ def _cluster(submission: Submission, options: Options) -> Table:
     elastic = machines.least < machines.most
     head = pod.container(submission, options, "ray-head", None, _asks(*options.head))
     worker = pod.container(submission, options, "ray-worker", None)
-    head_pod = pod.pod_spec(submission, options, [head])
+    head_pod = pod.pod_spec(submission, options, [head], asks_cluster=elastic)  # By the autoscaler, which runs there.
     for key in ("affinity", "nodeSelector"):  # Wishes of the machines that train.
         head_pod.pop(key, None)
     # The autoscaler's container is KubeRay's, which gives it no other security context than this one.
