@@ -70,6 +70,22 @@ def test_a_refusal_says_how_a_secret_is_passed_instead(target: str) -> None:
     assert told[target] in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        *((target, "RANK") for target in TARGETS),
+        *((target, "MESHWRIGHT_RANK_LOGS") for target in ("local", "hosts", "slurm")),
+        ("slurm", "SLURM_JOB_ID"),
+        ("kubernetes", "JOB_COMPLETION_INDEX"),
+        ("ray", "RAY_JOB_STOP_WAIT_TIME_S"),
+    ],
+)
+def test_what_a_target_sets_or_reads_itself_cannot_be_given(target: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--env {name} is set by whoever starts"):
+        _environment([f"{name}=0"], target)
+    assert _environment([f"MY_{name}=0"], target)
+
+
 @pytest.mark.parametrize("word", ["NAME", "=x", "2A=x", "A-B=x", "\u00e9=x"])
 def test_what_no_shell_exports_is_no_variable(word: str) -> None:
     with pytest.raises(ConfigError, match="is not NAME=VALUE"):

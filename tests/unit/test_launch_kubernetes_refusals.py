@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.launch.kubernetes.cluster import TARGET
 from meshwright.launch.kubernetes.options import read_options
+from meshwright.launch.variables import refuse_taken
 from tests.kubernetes_runs import VOLUME, arguments, job_of, submission
 from tests.machines import dgx
 
@@ -45,7 +47,8 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--secret-env", "WANDB_API_KEY=0123456789abcdef"), "takes NAME=SECRET:KEY"),
     (("--secret-env", "WANDB_API_KEY=wandb:a/b"), "no key of a Secret"),
     (("--secret-env", "NCCL_DEBUG=nccl:debug"), "--secret-env and --env both set NCCL_DEBUG"),
-    (("--secret-env", "PET_NNODES=a:b"), "set in the pods by whoever starts them"),
+    (("--secret-env", "PET_NNODES=a:b"), "--secret-env PET_NNODES is set by whoever starts the run's processes"),
+    (("--secret-env", "JOB_COMPLETION_INDEX=a:b"), "--secret-env JOB_COMPLETION_INDEX is set by whoever starts"),
     (("--service-account", "Me"), "no name of an object"),
     (("--run-as-user", "-1"), "--run-as-user -1: 0 is the least"),
     (("--termination-grace", "0"), "--termination-grace 0: 1 is the least"),
@@ -160,10 +163,20 @@ def test_relative_folders_begin_at_the_first_claim_that_can_be_written() -> None
 
 def test_variables_of_launchers_cannot_be_given() -> None:
     run = submission()
-    for name in ("PET_NNODES", "RANK", "MASTER_ADDR"):
+    taken = ("JOB_COMPLETION_INDEX", "MESHWRIGHT_REPLICA_INDEX", "RAY_ADDRESS", "RAY_AUTH_TOKEN", "FQ_RAY_IP")
+    for name in ("PET_NNODES", "RANK", "MASTER_ADDR", *taken):
         given = type(run)(run.name, run.config, run.machines, environment={name: "1"})
         with pytest.raises(ConfigError, match=f"--env {name}"):
             TARGET.files(given, arguments(*VOLUME))
+
+
+def test_no_variable_that_objects_refer_to_can_be_given() -> None:
+    """A $(NAME) in a command is what the environment says, whoever said it."""
+    for kind, nodes in (("job", "2"), ("pytorchjob", "2"), ("pytorchjob", "2:4"), ("trainjob", "2"), ("rayjob", "2")):
+        text = "".join(TARGET.files(submission(nodes, 8), arguments("--kind", kind, *VOLUME)).values())
+        for name in set(re.findall(r"\$\((\w+)\)", text)):
+            with pytest.raises(ConfigError, match=f"--env {name} is set by"):
+                refuse_taken("--env", name, "kubernetes")
 
 
 def test_nccl_settings_of_a_recorded_machine_are_in_the_files(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from meshwright.launch.hosts import hosts_of
 from meshwright.launch.lines import lines_of
 from meshwright.launch.submission import Machines, Submission, chip_of, prepare
 from meshwright.launch.target import RECORD, Target, launch_folder, rank_file, read_record, write_files, write_record
+from meshwright.launch.variables import refuse_taken
 from meshwright.secrets import guarded_output, holds_secret, is_secret_variable
 from meshwright.training.run_folder import RunFolder
 
@@ -196,6 +197,7 @@ def _environment(words: list[str], target: str) -> dict[str, str]:
         name, given, value = word.partition("=")
         if not given or not name.isidentifier() or not name.isascii():
             raise ConfigError(f"--env {word} is not NAME=VALUE")
+        refuse_taken("--env", name, target)
         if is_secret_variable(name) or holds_secret(value):
             raise ConfigError(
                 f"--env {name}: secrets go by reference, never by value, into what is submitted; "

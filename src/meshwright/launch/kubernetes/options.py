@@ -14,8 +14,8 @@ from meshwright.errors import ConfigError
 from meshwright.launch.kubernetes import words
 from meshwright.launch.kubernetes.versions import USUAL, Release
 from meshwright.launch.kubernetes.volumes import Volume, check_places, home_of, parse_volumes
-from meshwright.launch.node import FOREIGN
 from meshwright.launch.submission import Submission
+from meshwright.launch.variables import refuse_taken
 
 KINDS = ("job", "pytorchjob", "trainjob", "rayjob", "raycluster")
 TRAINER_RELEASES = ("2.0", "2.1", "2.2", "2.3")
@@ -50,8 +50,8 @@ def describe(group: argparse._ArgumentGroup) -> None:
         help="storage of the pods; also NAME=emptydir[:SIZE]:/mount, NAME=hostpath:/folder:/mount; repeatable",
     )
     add("--allow-host-path", action="store_true", help="let --volume open folders of the machines")
-    add("--cpu", metavar="CORES", help="of each pod, such as 32 or 500m")
-    add("--memory", metavar="SIZE", help="of each pod, such as 512Gi")
+    add("--cpu", metavar="CORES", help="of each pod, such as 32 or 500m (default: none is asked for)")
+    add("--memory", metavar="SIZE", help="of each pod, such as 512Gi (default: none is asked for)")
     add("--shm", default="8Gi", metavar="SIZE", help="of /dev/shm, part of the memory (default %(default)s)")
     add("--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="what a GPU is called (default %(default)s)")
     add("--rdma", metavar="RESOURCE[=N]", help="devices for RDMA, such as rdma/hca=1; adds IPC_LOCK")
@@ -191,8 +191,7 @@ def _check(options: Options, submission: Submission) -> None:
     if options.kueue and options.volcano:
         raise ConfigError("--kueue-queue and --volcano-queue exclude each other; leave one of them out")
     for name in submission.environment:
-        if FOREIGN.fullmatch(name):
-            raise ConfigError(f"--env {name} is set in the pods by whoever starts them; leave it out")
+        refuse_taken("--env", name, "kubernetes")
     twice = {name for name, _, _ in options.secrets} & (set(submission.environment) | set(options.nccl))
     if twice:
         raise ConfigError(f"--secret-env and --env both set {', '.join(sorted(twice))}; leave one of them out")
@@ -247,9 +246,8 @@ def _secret(word: str) -> tuple[str, str, str]:
             f"--secret-env {name if name.isidentifier() else '...'}: it takes NAME=SECRET:KEY, a Secret of the "
             "namespace and a key in it, never the value"
         )
+    refuse_taken("--secret-env", name, "kubernetes")
     option = f"--secret-env {name}"
-    if FOREIGN.fullmatch(name):
-        raise ConfigError(f"{option} is set in the pods by whoever starts them; leave it out")
     return name, words.object_name(option, secret), words.secret_key(option, key)
 
 

@@ -12,11 +12,11 @@ from meshwright.launch.kubernetes import pod
 from meshwright.launch.kubernetes.options import Options
 from meshwright.launch.kubernetes.pod import PORT, Table
 from meshwright.launch.submission import Submission
+from meshwright.launch.variables import REPLICA_INDEX
 
 CONTAINER = "pytorch"
 """By this name the operator knows the one whose end counts."""
 RETRY = 138
-_INDEX = "MESHWRIGHT_REPLICA_INDEX"
 
 
 def pytorch_job(submission: Submission, options: Options) -> list[Table]:
@@ -31,10 +31,10 @@ def pytorch_job(submission: Submission, options: Options) -> list[Table]:
     spec: Table = {"nprocPerNode": str(machines.processes), "runPolicy": policy}
     if elastic:
         spec["elasticPolicy"] = {"minReplicas": machines.least, "maxReplicas": machines.most, "rdzvBackend": "c10d"}
-        replicas = {"Worker": _replicas(submission, options, machines.most, f"$({_INDEX})", f"{name}-worker-0")}
+        replicas = {"Worker": _replicas(submission, options, machines.most, f"$({REPLICA_INDEX})", f"{name}-worker-0")}
         container = replicas["Worker"]["template"]["spec"]["containers"][0]
         field = {"fieldPath": "metadata.labels['training.kubeflow.org/replica-index']"}
-        container["env"].append({"name": _INDEX, "valueFrom": {"fieldRef": field}})
+        container["env"].append({"name": REPLICA_INDEX, "valueFrom": {"fieldRef": field}})
     else:
         host = f"{name}-master-0"
         replicas = {"Master": _replicas(submission, options, 1, "0", host)}
