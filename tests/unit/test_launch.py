@@ -8,9 +8,11 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshwright.cli.main import main
 from meshwright.config_load import load_config
 from meshwright.errors import ConfigError, UserError
 from meshwright.launch import detached
@@ -221,3 +223,79 @@ def test_a_run_here_goes_on_without_the_terminal(meshwright: CommandLine, tiny_r
     assert "step 6" in status.stdout
     assert meshwright("launch", "stop", "run").returncode == 2
     assert "no `meshwright launch` has started" in meshwright("launch", "status", "elsewhere").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.path=nowhere"], "nowhere"),
+        ([], "no data: set data.path"),
+        (["data.path=packed", 'data.sources=["nowhere"]'], "source 'nowhere' does not exist"),
+        (["data.path=nowhere", "observe.mlflow=true"], "set MLFLOW_TRACKING_URI"),
+        (["data.path=nowhere", "observe.mlflow=true", "--env", "MLFLOW_TRACKING_URI=http://127.0.0.1:1"], "nowhere"),
+    ],
+)
+def test_what_can_be_known_here_is_told_before_a_run_is_started_here(
+    words: list[str], told: str, meshwright: CommandLine, tmp_path: Path
+) -> None:
+    ended = meshwright("launch", *TINY, *words, "--on", "local")
+    assert ended.returncode != 0, ended.stdout
+    assert told in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    # The disks of others are not known here.
+    assert meshwright("launch", *TINY, *words, "--on", "slurm", "--dry-run", "review").returncode == 0
+
+
+def test_a_run_here_with_other_settings_than_before_is_told_before_it_is_started(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    assert meshwright("train", *tiny_run, "train.steps=1", "run.dir=run").returncode == 0
+    ended = meshwright("launch", *tiny_run, "train.lr=1e-3", "run.dir=run", "--on", "local")
+    assert ended.returncode != 0
+    assert "run holds a run of another configuration" in ended.stderr
+    assert not (tmp_path / "run.launch").exists()
+
+
+WHOLE: dict[str, dict[str, Any]] = {
+    "local": {"folder": "/nowhere", "pid": 1},
+    "hosts": {"hosts": ["a"], "folder": "/nowhere", "python": "python", "ssh": "ssh {host}"},
+    "slurm": {"job": "7", "folder": "/nowhere"},
+    "kubernetes": {"namespace": "n", "context": None, "objects": [
+        {"apiVersion": "v1", "kind": "Job", "metadata": {"name": "x"}}
+    ]},
+    "ray": {"job": "7", "address": "http://127.0.0.1:1"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", WHOLE)
+def test_a_damaged_record_is_told_in_one_line(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.launch").mkdir()
+    every = {"target": target, "name": "run"}
+    damaged = [(key, every | {one: kept for one, kept in WHOLE[target].items() if one != key}) for key in WHOLE[target]]
+    damaged += [(key, every | WHOLE[target] | {key: value}) for key in WHOLE[target] for value in ({}, [])]
+    if target == "ray":  # Without a job it is a process of this machine.
+        damaged[0] = ("folder", damaged[0][1])
+    wrong: list[tuple[str, Any]] = [
+        ("name", {"target": target}),
+        ("target", {"target": [], "name": "run"}),
+        ("all of it", []),
+    ]
+    for key, record in [*damaged, *wrong]:
+        (tmp_path / "run.launch/launch.json").write_text(json.dumps(record))
+        for verb in ("status", "logs", "stop"):
+            assert main(["launch", verb, "run"]) == 2
+            told = capsys.readouterr().err
+            assert "launch.json is not what `meshwright launch` writes: " in told
+            assert key in told.partition("writes: ")[2].partition(" is missing")[0]
+            assert told.count("\n") == 1
+
+
+def test_a_damaged_record_of_a_process_is_a_lost_one(tmp_path: Path) -> None:
+    for text in ("[1]", "{}", '{"pid": 1}', "7", "{"):
+        (tmp_path / "one.json").write_text(text)
+        assert detached.state(tmp_path, "one") == ("lost", None)
+        assert not detached.send(tmp_path, "one", signal.SIGTERM)

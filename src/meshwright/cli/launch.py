@@ -11,6 +11,7 @@ import shlex
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.main import Action
 from meshwright.cli.settings import describe_settings, machine_range, resolved_settings
@@ -21,7 +22,16 @@ from meshwright.launch.alone import alone
 from meshwright.launch.hosts import hosts_of
 from meshwright.launch.lines import lines_of
 from meshwright.launch.submission import Machines, Submission, chip_of, prepare
-from meshwright.launch.target import RECORD, Target, launch_folder, rank_file, read_record, write_files, write_record
+from meshwright.launch.target import (
+    RECORD,
+    Target,
+    check_record,
+    launch_folder,
+    rank_file,
+    read_record,
+    write_files,
+    write_record,
+)
 from meshwright.launch.variables import refuse_taken
 from meshwright.secrets import guarded_output, holds_secret, is_secret_variable
 from meshwright.training.run_folder import RunFolder
@@ -158,13 +168,21 @@ def _refuse_second(folder: Path, run_folder: Path) -> None:
     """One launch at a time."""
     if not (folder / RECORD).exists():
         return
-    record = read_record(run_folder)
-    found = target_named(record["target"]).status(record)
+    record, target = _launched(run_folder)
+    found = target.status(record)
     if found.state in ("waiting", "running"):
         raise UserError(
             f"{run_folder} was launched before on {record['target']} and is {found.state} ({found.detail}); "
             f"`meshwright launch stop {run_folder}` first, or choose another run.dir"
         )
+
+
+def _launched(run: Path) -> tuple[dict[str, Any], Target]:
+    """What was launched for a run folder, and where."""
+    record = read_record(run)
+    target = target_named(record["target"])
+    check_record(run, record, target.kept(record))
+    return record, target
 
 
 def target_named(name: str) -> Target:
@@ -224,8 +242,8 @@ def _describe_stop(parser: argparse.ArgumentParser) -> None:
 
 def status(args: argparse.Namespace) -> int:
     """How it is doing; 0 while it waits or runs, or when it is done."""
-    record = read_record(args.run)
-    found = target_named(record["target"]).status(record)
+    record, target = _launched(args.run)
+    found = target.status(record)
     print(f"{record['name']} on {record['target']}: {found.state}" + (f" ({found.detail})" if found.detail else ""))
     if step := RunFolder(args.run).last_recorded_step():
         print(f"  step {step}; meshwright watch {shlex.quote(str(args.run))} shows more")
@@ -234,8 +252,7 @@ def status(args: argparse.Namespace) -> int:
 
 def logs(args: argparse.Namespace) -> int:
     """Its output; 0."""
-    record = read_record(args.run)
-    target = target_named(record["target"])
+    record, target = _launched(args.run)
     if args.rank is None:
         lines = target.logs(record, args.follow)
     else:
@@ -248,8 +265,7 @@ def logs(args: argparse.Namespace) -> int:
 
 def stop(args: argparse.Namespace) -> int:
     """Ask it to save and end; 0 once it was asked, or has ended within --wait."""
-    record = read_record(args.run)
-    target = target_named(record["target"])
+    record, target = _launched(args.run)
     print(target.stop(record), flush=True)
     deadline = time.monotonic() + args.wait
     while args.wait:

@@ -42,11 +42,12 @@ def start(folder: Path, name: str, command: list[str]) -> Facts:
 
 
 def read(folder: Path, name: str) -> Facts | None:
-    """The facts of one that was started, if it was."""
+    """The facts of one that was started, if it was and they are whole."""
     try:
-        return dict(json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+        facts = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return facts if isinstance(facts, dict) and {"pid", "began"} <= facts.keys() else None
 
 
 def state(folder: Path, name: str) -> tuple[str, int | None]:

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from meshwright._version import __version__
 from meshwright.elastic.rank_log import RANK_LOGS
 from meshwright.errors import ConfigError, ExitCode, UserError
@@ -40,6 +42,13 @@ def describe(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--hosts", metavar="A,B", help="the same in short: a,b or a:8,b:8")
     group.add_argument("--ssh", metavar="COMMAND", help=f"how a host is reached (default: {SSH})")
     group.add_argument("--address", metavar="HOST[:PORT]", help="where the first host is reached by the others")
+
+
+class _Kept(BaseModel):
+    hosts: list[str] = Field(min_length=1)
+    folder: str
+    python: str
+    ssh: str
 
 
 class Hosts:
@@ -91,6 +100,10 @@ class Hosts:
             _send(record, [*((name, _file(name)) for name in names), (names[0], _store_name(run_id))])
             raise
         return {**record, "rendezvous": endpoint, "rank_logs": f"{where}/rank"}
+
+    def kept(self, record: Mapping[str, Any]) -> type[BaseModel]:
+        """The hosts, and how they are asked."""
+        return _Kept
 
     def status(self, record: Mapping[str, Any]) -> Status:
         """What the processes of all hosts say."""

@@ -11,12 +11,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
+from meshwright.data.sources import SourceOptions, list_files
 from meshwright.elastic.rank_log import RANK_LOGS
 from meshwright.errors import ConfigError, ExitCode, UserError
 from meshwright.launch import detached
 from meshwright.launch.lines import lines_of
 from meshwright.launch.submission import RUN_FILE, Submission
-from meshwright.launch.target import Status
+from meshwright.launch.target import OfProcess, Status
+from meshwright.torch_support import require_torch
+from meshwright.training.job import make_job, unprepared
+from meshwright.training.run_folder import RunFolder
 
 NAME = "training"
 SCRIPT = f"{NAME}.sh"
@@ -36,7 +42,20 @@ class LocalMachine:
     """Processes of this machine."""
 
     def check(self, submission: Submission, options: argparse.Namespace) -> None:
-        """It is there."""
+        """Check what `meshwright train` checks before it starts ranks: the files are here."""
+        require_torch()
+        config, before = submission.config, dict(os.environ)
+        os.environ.update(submission.environment)
+        try:
+            if unprepared(config.data) is None:
+                make_job(config, submission.machines.world)
+            else:
+                # Packed by the run itself, which may take long; where from can be looked at.
+                RunFolder(config.run.dir).check(config)
+                list_files(config.data.sources, SourceOptions())
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     def files(self, submission: Submission, options: argparse.Namespace) -> dict[str, str]:
         """The run file, the plan and the command."""
@@ -53,6 +72,10 @@ class LocalMachine:
         facts = detached.start(folder, NAME, ["sh", str(folder.resolve() / SCRIPT)])
         where = str(folder.resolve())
         return {"folder": where, "pid": facts["pid"], "rank_logs": f"{where}/{NAME}-rank"}
+
+    def kept(self, record: Mapping[str, Any]) -> type[BaseModel]:
+        """Its process."""
+        return OfProcess
 
     def status(self, record: Mapping[str, Any]) -> Status:
         """What its process says."""

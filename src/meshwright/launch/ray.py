@@ -21,6 +21,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, ExitCode, UserError
 from meshwright.launch import detached
@@ -28,7 +30,7 @@ from meshwright.launch.lines import lines_of
 from meshwright.launch.local_machine import status_of
 from meshwright.launch.ray_main import LOOPBACK_ONLY, drive, require_ray
 from meshwright.launch.submission import PLAN_FILE, RUN_FILE, Machines, Submission
-from meshwright.launch.target import Status
+from meshwright.launch.target import OfProcess, Status
 from meshwright.strategy import Strategy
 from meshwright.training.planned import asks_planner
 
@@ -97,6 +99,11 @@ def machines_of(config: RunConfig, options: argparse.Namespace) -> Machines | No
     return Machines(processes=Strategy.processes(text) or Strategy.fewest_processes(text))
 
 
+class _OfJob(BaseModel):
+    address: str
+    job: str
+
+
 class Ray:
     """A Ray cluster, or a Ray of this machine."""
 
@@ -143,6 +150,10 @@ class Ray:
         environment = {**job["runtime_env"], "working_dir": str(folder.resolve())}
         given = {**job, "runtime_env": environment, "submission_id": f"{submission.name}-{secrets.token_hex(4)}"}
         return {"address": address, "job": _client(str(address)).submit_job(**given)}
+
+    def kept(self, record: Mapping[str, Any]) -> type[BaseModel]:
+        """The job, or the process."""
+        return _OfJob if "job" in record else OfProcess
 
     def status(self, record: Mapping[str, Any]) -> Status:
         """What Ray says of the job, or its process."""

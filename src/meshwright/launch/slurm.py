@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from meshwright.errors import ConfigError, ExitCode, UserError
 from meshwright.launch import slurm_words as words
 from meshwright.launch.lines import lines_of
@@ -35,6 +37,11 @@ def describe(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--grace", type=int, metavar="S", help=f"seconds before the limit to save (default {GRACE_S})")
     group.add_argument("--setup", type=Path, metavar="FILE", help="shell lines to run first, such as module load")
     group.add_argument("--sbatch", action="append", metavar="OPTION", help="any other option of sbatch; repeatable")
+
+
+class _Kept(BaseModel):
+    job: str
+    folder: str
 
 
 class Slurm:
@@ -69,6 +76,10 @@ class Slurm:
         """Submit the script."""
         job = _slurm(["sbatch", "--parsable", str(folder / SCRIPT)]).strip().partition(";")[0]
         return {"job": job, "folder": str(folder), "rank_logs": f"{folder}/{job}-rank"}
+
+    def kept(self, record: Mapping[str, Any]) -> type[BaseModel]:
+        """The job."""
+        return _Kept
 
     def status(self, record: Mapping[str, Any]) -> Status:
         """What Slurm says, or what the script has left when Slurm has forgotten the job."""
@@ -110,7 +121,11 @@ class Slurm:
 
 def _most_nodes(folder: Path) -> int:
     """Machines that the script asks for, at most."""
-    asked = re.search(r"#SBATCH --nodes=(?:\d+-)?(\d+)", (folder / SCRIPT).read_text(encoding="utf-8"))
+    try:
+        script = (folder / SCRIPT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / SCRIPT}, which was submitted, cannot be read: {error}") from None
+    asked = re.search(r"#SBATCH --nodes=(?:\d+-)?(\d+)", script)
     return int(asked[1]) if asked else 1
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from pydantic import BaseModel, ValidationError
+
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
 from meshwright.launch.submission import Submission
@@ -32,6 +34,22 @@ class Status:
     """The scheduler's own words, and the object to look at."""
 
 
+class OfEvery(BaseModel):
+    """What is kept of every launch."""
+
+    target: str
+    name: str
+    ranks: int | None = None
+    rank_logs: str | None = None
+
+
+class OfProcess(BaseModel):
+    """What is kept of a process of this machine."""
+
+    folder: str
+    pid: int
+
+
 class Target(Protocol):
     """A place that runs are launched on."""
 
@@ -43,6 +61,9 @@ class Target(Protocol):
 
     def submit(self, submission: Submission, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         """Submit what lies in that folder; gives what `status`, `logs` and `stop` need to find it again."""
+
+    def kept(self, record: Mapping[str, Any]) -> type[BaseModel]:
+        """What its record has beside the name of the run and the target."""
 
     def status(self, record: Mapping[str, Any]) -> Status:
         """How it is doing."""
@@ -99,9 +120,20 @@ def read_record(run: Path) -> dict[str, Any]:
         raise UserError(f"no `meshwright launch` has started a run in {run} from here: there is no {file}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
-    if not isinstance(found, dict) or not {"target", "name"} <= set(found):
-        raise UserError(f"{file} is not what `meshwright launch` writes")
-    return found
+    check_record(run, found, OfEvery)
+    return dict(found)
+
+
+def check_record(run: Path, found: object, kept: type[BaseModel]) -> None:
+    """Raise unless a run folder's record has what was kept there."""
+    try:
+        kept.model_validate(found)
+    except ValidationError as errors:
+        wrong = ", ".join(dict.fromkeys(".".join(map(str, error["loc"])) for error in errors.errors()))
+        raise UserError(
+            f"{launch_folder(run) / RECORD} is not what `meshwright launch` writes: {wrong or 'all of it'} is missing "
+            "or wrong; the scheduler's own commands find the run, and without that file it can be launched again"
+        ) from None
 
 
 def rank_file(record: Mapping[str, Any], rank: int, expected: bool) -> Path:

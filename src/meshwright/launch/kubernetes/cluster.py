@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, Field
+
 from meshwright.errors import UserError
 from meshwright.launch.kubernetes import documents, logs, options, state
 from meshwright.launch.kubernetes.client import Api, Failure
@@ -16,6 +18,22 @@ from meshwright.launch.submission import Submission
 from meshwright.launch.target import Status
 
 describe = options.describe
+
+
+class _Named(BaseModel):
+    name: str
+
+
+class _Object(BaseModel):
+    apiVersion: str
+    kind: str
+    metadata: _Named
+
+
+class _Kept(BaseModel):
+    namespace: str
+    context: str | None
+    objects: list[_Object] = Field(min_length=1)
 
 
 class KubernetesCluster:
@@ -70,6 +88,10 @@ class KubernetesCluster:
             for one in made
         ]
         return {"namespace": asked.namespace, "context": api.context, "objects": about}
+
+    def kept(self, record: Mapping[str, Any]) -> type[BaseModel]:
+        """The objects, and where."""
+        return _Kept
 
     def status(self, record: Mapping[str, Any]) -> Status:
         """What its conditions and its pods say."""
