@@ -72,6 +72,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         (["--on", "slurm", "--sbatch=reservation"], "--sbatch"),
         (["--on", "slurm", "--sbatch=--comment=a --nodes=5"], "more than one option"),
         (["--on", "slurm", "--sbatch=--comment='a"], "is not an option of sbatch"),
+        (["--on", "slurm", "--sbatch=--comment=a\\ --nodes=5"], "is not an option of sbatch"),
         (["--on", "slurm", "--sbatch=--time-min=2"], "--time-min 2 is 120 s"),
         *(
             (["--on", "slurm", f"--sbatch={option}"], f"job.sh says itself what --{name} is; {instead}")
@@ -237,7 +238,8 @@ def test_limits_and_sizes_are_those_of_sbatch(option: str, launch: Launch, tmp_p
     ["--time", "4"], ["--time", "3:01"], ["--time", "0-1"], ["--time", "0"], ["--time", "2", "--grace", "30"],
     *([f"--sbatch={option}"] for option in (
         "--reservation=night", "--mem-per-cpu=4G", "-w a,b", "-xnode7", "--exclusive", "--gres=nvme:1", "-H",
-        "--wait-all-nodes=1", "--export=NONE", "--time-min=60", "--dependency afterok:7", "--comment='not --nodes=5'",
+        "--wait-all-nodes=1", "--export=NONE", "--time-min=60", "--time-min=a-5::", "--dependency afterok:7",
+        "--comment='not --nodes=5'",
     )),
 ])  # fmt: skip
 def test_what_leaves_the_plan_and_time_to_train_is_handed_to_sbatch(words: list[str], launch: Launch) -> None:

@@ -78,7 +78,7 @@ def number(option: str, value: int, least: int, most: int | None = None) -> int:
 def limit_s(time: str) -> int | None:
     """A limit in seconds, as Slurm counts it: in whole minutes, rounded up; None for no limit."""
     days, dash, rest = time.rpartition("-")
-    if not re.fullmatch(r"[\d:]+", rest, re.ASCII):
+    if not re.fullmatch(_FORMS["--time"][0], time, re.ASCII) or not time[0].isdecimal():
         return None
     parts = [int(part) for part in rest.split(":")]
     if dash or len(parts) == 3:
@@ -103,7 +103,7 @@ def check_grace(grace: int, option: str, time: str) -> None:
 def own_option(word: str, grace: int) -> str:
     """An option that was given as a whole, and ends where its line does; nothing that job.sh is written for."""
     try:
-        parts = shlex.split(word, comments=True) if word.isprintable() else []
+        parts = shlex.split(word, comments=True) if word.isprintable() and "\\" not in word else []
     except ValueError:
         parts = []
     if not parts or not re.fullmatch(r"--[A-Za-z][\w-]*(?:=.*)?|-[A-Za-z].*", parts[0]):
