@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from itertools import product
+from itertools import combinations, product
 from unittest.mock import patch
 
 import pytest
@@ -69,6 +69,20 @@ def test_scrambled_racks_are_found_again(text: str, shared: bool, machines: int)
     ]
     # What is usual stays where something else is at most a little better.
     assert best.seconds <= min(known) / 0.95
+
+
+@pytest.mark.parametrize("machines", [8, 16])
+def test_a_path_that_many_share_counts_as_slow_though_it_has_the_bandwidth_of_one_for_two(machines: int) -> None:
+    """Every two machines have a path of their own, and all that goes between the racks shares one that is no wider."""
+    even, odd = range(0, machines, 2), range(1, machines, 2)
+    pairs = [(frozenset([one]), frozenset([other]), 25 * GB) for one, other in combinations(range(machines), 2)]
+    shared = (frozenset(even), frozenset(odd), 25 * GB)
+    fabric = Fabric((8,) * machines, 400 * GB, 50 * GB, (*pairs, shared))
+    strategy, traffic = Strategy.parse(f"dp={machines * 8} zero=3", machines * 8), [AxisTraffic("state", RING, 10 * GB)]
+    best, plain = place(strategy, traffic, fabric)
+    in_a_row = Placement(AXES, (*even, *odd), plain.loads, fabric)
+    assert best.seconds <= in_a_row.seconds / 0.95
+    assert best.seconds < 0.5 * plain.seconds
 
 
 def test_many_machines_take_a_moment_and_always_the_same() -> None:

@@ -63,8 +63,13 @@ class Fabric:
         return found
 
     def joined(self, one: int, other: int) -> float:
-        """Bytes per second between two nodes."""
-        return min((self.paths[number][2] for number, _ in self.routes.get((one, other), ())), default=float("inf"))
+        """Bytes per second between two nodes, where all that share a path use it at once: each pair has its part."""
+        return min((self._parts[number] for number, _ in self.routes.get((one, other), ())), default=float("inf"))
+
+    @cached_property
+    def _parts(self) -> list[float]:
+        """What a path leaves to each of the pairs that can use it at the same time, a node in one of them only."""
+        return [bandwidth / min(len(first), len(second)) for first, second, bandwidth in self.paths]
 
     @cached_property
     def kinds(self) -> list[int]:
