@@ -211,7 +211,8 @@ def _spans(step: int, rank: int, split: Strategy, step_s: float, draw: random.Ra
         program = make_program(split.schedule, split.pp, MICRO_BATCHES)
         usual = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
         jitter = random.Random(step)
-        timeline = simulate(program, lambda action: usual[action.kind] * unit * jitter.uniform(0.85, 1.3), unit / 6)
+        transfers = [unit / 6] * split.pp
+        timeline = simulate(program, lambda action: usual[action.kind] * unit * jitter.uniform(0.85, 1.3), transfers)
         for action, start, end in timeline.spans[place(split, rank)["pp"]]:
             name = f"{action.kind} stage {action.stage} micro-batch {action.micro}"
             spans.append([name, "forward" if action.kind == "F" else "backward", 500 + start, 500 + end])

@@ -264,13 +264,24 @@ def in_order(program: Program) -> Iterator[tuple[int, Action, list[Action]]]:
         raise AssertionError(f"{program.name} with {program.micro_batches} micro-batches waits for itself")
 
 
-def simulate(program: Program, cost: Callable[[Action], float], transfer: float = 0.0) -> Timeline:
-    """When everything happens if each action takes its cost and what goes to another rank takes `transfer` more."""
+def border_of(one: int, other: int, ranks: int) -> int:
+    """Which border is between two ranks that are neighbours: that after a rank; -1 between a rank and itself."""
+    if one == other:
+        return -1
+    return one if (one + 1) % ranks == other else other
+
+
+def simulate(program: Program, cost: Callable[[Action], float], transfers: Sequence[float] = ()) -> Timeline:
+    """When everything happens if each action takes its cost, and what goes over the border after a rank so much more.
+
+    The last rank's border is that with the first. Without `transfers` nothing takes time on its way.
+    """
+    moves = [*(transfers or [0.0] * program.ranks), 0.0]
     ends: dict[Action, float] = {}
     clocks = [0.0] * program.ranks
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in range(program.ranks)]
     for rank, action, needed in in_order(program):
-        arrivals = [ends[one] + (transfer if program.placement[one.stage] != rank else 0.0) for one in needed]
+        arrivals = [ends[one] + moves[border_of(program.placement[one.stage], rank, program.ranks)] for one in needed]
         start = max([clocks[rank], *arrivals])
         clocks[rank] = ends[action] = start + cost(action)
         spans[rank].append((action, start, clocks[rank]))

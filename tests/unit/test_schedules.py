@@ -54,7 +54,7 @@ def test_every_pass_of_every_micro_batch_runs_once_on_the_rank_of_its_stage(prog
 
 @given(programs)
 def test_nothing_runs_before_what_it_needs_and_no_rank_waits_for_ever(program: Program) -> None:
-    timeline = simulate(program, cost, transfer=0.25)
+    timeline = simulate(program, cost, [0.25] * program.ranks)
     spans = {action: (start, end) for spans in timeline.spans for action, start, end in spans}
     for action, (start, _) in spans.items():
         for needed in dependencies(action, program.stages - 1, splits_backward(program.name)):

@@ -101,4 +101,4 @@ def _bytes(scenario: Scenario, timer: Timer) -> float:
     for stage, passes in zip(scenario.stages, timer.passes(), strict=True):
         each[stage.rank] += micro_steps * (passes.tp + passes.ep + passes.cp + passes.gathered)
     sent = [size + timer.states.reduction(rank, 0.0, 0.0) for rank, size in enumerate(each)]
-    return max(sent) + micro_steps * stages_per_rank(layout.schedule) * timer.transfer()
+    return max(sent) + micro_steps * stages_per_rank(layout.schedule) * max(timer.transfers(), default=0.0)

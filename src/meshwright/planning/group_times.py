@@ -114,20 +114,21 @@ class GroupTimer:
             layout = self.scenario.layout
             placement = placement_of(layout.schedule, layout.pp) if layout.pp > 1 else (0,)
             passes = [self._passes(column, placement) for column in self.columns]
-            transfer = max(self.timer(group, one.share).transfer() for one in self.columns for group in one.groups)
+            timers = [self.timer(group, one.share) for one in self.columns for group in set(one.groups)]
+            transfers = [max(border) for border in zip(*(timer.transfers() for timer in timers), strict=True)]
             if layout.pp > 1 and (layout.zero == 3 or layout.ep > 1):
                 slowest = [
                     max(stage, key=lambda one: one.forward + one.backward) for stage in zip(*passes, strict=True)
                 ]
                 passes = [slowest] * len(passes)
-            self._flows = [flow_of(self.scenario, one, transfer) for one in passes]
+            self._flows = [flow_of(self.scenario, one, transfers) for one in passes]
         return self._flows
 
     def work(self, groups: tuple[int, ...], share: int) -> float:
         """Seconds that the slowest rank of such a column computes for a micro-batch."""
         layout = self.scenario.layout
         placement = placement_of(layout.schedule, layout.pp) if layout.pp > 1 else (0,)
-        return flow_of(self.scenario, self._passes(Column(groups, share, ()), placement), 0.0).work
+        return flow_of(self.scenario, self._passes(Column(groups, share, ()), placement), ()).work
 
     def _passes(self, column: Column, placement: Sequence[int]) -> list[Passes]:
         found = {group: self.timer(group, column.share).passes() for group in set(column.groups)}

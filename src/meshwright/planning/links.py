@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import log2
 
 from meshwright.cluster.calibration import Points
@@ -33,6 +34,19 @@ class Group:
 def group_of(cluster: Cluster, size: int, stride: int, axis: str = "") -> Group:
     """The group of that many ranks, so far apart."""
     return Group(size, max(1, min(size, cluster.domain // stride)), axis)
+
+
+@lru_cache(maxsize=4096)
+def far_borders(domain: int, width: int, ranks: int) -> tuple[bool, ...]:
+    """For each pipeline rank, whether something that it sends to the next one leaves a domain; the last one's next is
+    the first. Pipeline ranks are that many chips wide, and lie one after the other."""
+    return tuple(
+        any(
+            (rank * width + chip) // domain != ((rank + 1) % ranks * width + chip) // domain
+            for chip in range(min(width, domain))
+        )
+        for rank in range(ranks)
+    )
 
 
 class Links:

@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.schedules import Action, in_order, make_program, placement_of, splits_backward, stages_per_rank
+from meshwright.schedules import (
+    Action,
+    border_of,
+    in_order,
+    make_program,
+    placement_of,
+    splits_backward,
+    stages_per_rank,
+)
 
 ROUNDS = 3
 """Rounds of micro-batches, one for each rank, after which a schedule repeats itself."""
@@ -18,14 +26,15 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Seconds of one micro-batch in each stage, and between two of them."""
+    """Seconds of one micro-batch in each stage, and between ranks."""
 
     forward: Sequence[float]
     backward: Sequence[float]
     """To the input alone where the schedule splits backward passes, else all of it."""
     weights: Sequence[float]
     """To the weights, where it splits them; else zeros."""
-    transfer: float = 0.0
+    transfers: Sequence[float]
+    """From each rank to the next, and from the last to the first; as long on the way back."""
 
     def of(self, kind: str, stage: int) -> float:
         """What an action takes."""
@@ -56,8 +65,8 @@ def shortest(schedule: str, ranks: int, micro_batches: float, times: StageTimes)
     for rank in range(ranks):
         waited = micro_batches * (work[rank] - late[rank]) + back
         longest = max(longest, there + max(micro_batches * work[rank], waited))
-        there += times.forward[rank] + times.transfer
-        back += times.backward[rank] + times.transfer
+        there += times.forward[rank] + times.transfers[rank]
+        back += times.backward[rank] + times.transfers[rank]
     return longest
 
 
@@ -76,17 +85,18 @@ def _run(schedule: str, ranks: int, micro_batches: int, times: StageTimes) -> fl
     """One simulation: as `schedules.simulate`, of the end alone."""
     plan = _order(schedule, ranks, micro_batches)
     costs = [[times.of(kind, stage) for stage in range(ranks * stages_per_rank(schedule))] for kind in ("F", "B", "W")]
-    transfer = times.transfer
+    # What stays on its rank has the last one: its border is -1.
+    transfers = [*times.transfers, 0.0]
     clocks = [0.0] * ranks
     ends = [0.0] * len(plan)
-    for index, (rank, kind, stage, first, first_far, second, second_far) in enumerate(plan):
+    for index, (rank, kind, stage, first, first_border, second, second_border) in enumerate(plan):
         start = clocks[rank]
         if first >= 0:
-            arrival = ends[first] + transfer if first_far else ends[first]
+            arrival = ends[first] + transfers[first_border]
             if arrival > start:
                 start = arrival
         if second >= 0:
-            arrival = ends[second] + transfer if second_far else ends[second]
+            arrival = ends[second] + transfers[second_border]
             if arrival > start:
                 start = arrival
         clocks[rank] = ends[index] = start + costs[kind][stage]
@@ -94,14 +104,15 @@ def _run(schedule: str, ranks: int, micro_batches: int, times: StageTimes) -> fl
 
 
 @lru_cache(maxsize=512)
-def _order(schedule: str, ranks: int, micro_batches: int) -> list[tuple[int, int, int, int, bool, int, bool]]:
-    """All actions in an order in which none comes before what it waits for: rank, kind, stage, and what that is."""
+def _order(schedule: str, ranks: int, micro_batches: int) -> list[tuple[int, int, int, int, int, int, int]]:
+    """All actions in an order in which none comes before what it waits for: rank, kind, stage, and what that is, with
+    the border of ranks that it comes over."""
     program = make_program(schedule, ranks, micro_batches)
     found: dict[Action, int] = {}
-    plan: list[tuple[int, int, int, int, bool, int, bool]] = []
+    plan: list[tuple[int, int, int, int, int, int, int]] = []
     for rank, action, needed in in_order(program):
-        pairs = [(found[one], program.placement[one.stage] != rank) for one in needed]
-        pairs += [(-1, False)] * (2 - len(pairs))
+        pairs = [(found[one], border_of(program.placement[one.stage], rank, ranks)) for one in needed]
+        pairs += [(-1, -1)] * (2 - len(pairs))
         found[action] = len(plan)
         kind = 0 if action.kind == "F" else 2 if action.kind == "W" else 1
         plan.append((rank, kind, action.stage, *pairs[0], *pairs[1]))

@@ -166,5 +166,5 @@ def schedule_spans(candidate: Candidate) -> list[list[tuple[str, float, float]]]
 
     times = timer_on(scenario, constants()).stage_times()
     program = make_program(strategy.schedule, strategy.pp, micro)
-    timeline = simulate(program, lambda action: times.of(action.kind, action.stage), times.transfer)
+    timeline = simulate(program, lambda action: times.of(action.kind, action.stage), times.transfers)
     return [[(f"{action.kind}{action.micro}", start, stop) for action, start, stop in row] for row in timeline.spans]

@@ -14,6 +14,7 @@ from meshwright.planning import pipeline
 from meshwright.planning.held_layers import Stage
 from meshwright.planning.host_activations import exposed
 from meshwright.planning.layer_times import LayerTimes
+from meshwright.planning.links import far_borders
 from meshwright.planning.measured import operations_of
 from meshwright.planning.operations import Operations
 from meshwright.planning.pipeline import StageTimes
@@ -147,7 +148,7 @@ class Timer:
         return self._flows[key]
 
     def _make_flow(self) -> Flow:
-        return flow_of(self.scenario, self.passes(), self.transfer())
+        return flow_of(self.scenario, self.passes(), self.transfers())
 
     def passes(self) -> list[Passes]:
         """Of every stage, in order."""
@@ -191,24 +192,25 @@ class Timer:
             host=sum(host),
         )
 
-    def transfer(self) -> float:
-        """Seconds between two stages."""
+    def transfers(self) -> list[float]:
+        """Seconds from each pipeline rank to the next, and from the last to the first: by the links between them."""
         scenario, layout = self.scenario, self.scenario.layout
         if layout.pp == 1:
-            return 0.0
+            return []
         size = scenario.tokens / (layout.tp if layout.sp else 1) * scenario.spec.hidden_size * scenario.element
-        far = layout.dp * layout.cp * layout.tp * 2 > scenario.cluster.domain
-        return self.operations.links.send(size, far) * self.operations.software.pipeline
+        far = far_borders(scenario.cluster.domain, layout.dp * layout.cp * layout.tp, layout.pp)
+        seconds = {one: self.operations.links.send(size, one) * self.operations.software.pipeline for one in set(far)}
+        return [seconds[one] for one in far]
 
 
-def flow_of(scenario: Scenario, found: Sequence[Passes], transfer: float) -> Flow:
+def flow_of(scenario: Scenario, found: Sequence[Passes], transfers: Sequence[float]) -> Flow:
     """The flow of stages with these passes."""
     layout = scenario.layout
     forward = [one.forward for one in found]
     weights = [one.weights for one in found]
     split = layout.pp > 1 and splits_backward(layout.schedule)
     backward = [one.backward if split else one.backward + one.weights for one in found]
-    times = StageTimes(forward, backward, weights if split else [0.0] * len(found), transfer)
+    times = StageTimes(forward, backward, weights if split else [0.0] * len(found), transfers)
     work = pipeline.rank_work(layout.schedule, layout.pp, times) if layout.pp > 1 else [forward[0] + backward[0]]
     slowest = max(range(layout.pp), key=lambda rank: work[rank])
     own = [one for stage, one in zip(scenario.stages, found, strict=True) if stage.rank == slowest]
