@@ -6,9 +6,11 @@ sends for it, and nothing hides behind anything, so that the same sums give the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
+from meshwright.comm.compression import NONE
 from meshwright.planning.blocks import Work
 from meshwright.planning.group_times import is_uneven, on_group
 from meshwright.planning.links import Group, Links
@@ -75,30 +77,57 @@ class _Counting(Operations):
 
 def axis_traffic(scenario: Scenario, constants: Constants) -> list[AxisTraffic]:
     """What is sent over each axis, by the pipeline rank that sends most; the axes with the tightest groups first."""
+    return list(_each(_plain(scenario), constants, max))
+
+
+def least_traffic(scenario: Scenario, constants: Constants) -> list[AxisTraffic]:
+    """What is sent over each axis by the mean of all pipeline ranks: no split of the layers makes the most of them
+    send less."""
+    return list(_each(_plain(scenario), constants, fmean))
+
+
+def _plain(scenario: Scenario) -> Scenario:
+    """The scenario as far as traffic depends on it."""
     if is_uneven(scenario):
         # Of the ranks with the largest share, on whose chip does not matter.
         scenario = on_group(scenario, 0, max(scenario.layout.data_shares))
-    scenario = replace(scenario, layout=replace(scenario.layout, offload="none"))
-    return list(_each(scenario, constants))
+    return replace(scenario, layout=replace(scenario.layout, offload="none"))
 
 
-def _each(scenario: Scenario, constants: Constants) -> Iterator[AxisTraffic]:
+def _each(
+    scenario: Scenario, constants: Constants, of_ranks: Callable[[Sequence[float]], float]
+) -> Iterator[AxisTraffic]:
     ways = (
         ("tp", RING), ("ep", EXCHANGE), ("cp", RING), ("cp", EXCHANGE), ("state", RING), ("loss", RING),
         ("loss", EXCHANGE), ("expert_state", RING), ("copies", RING), ("replicate", RING), ("pp", CHAIN),
     )  # fmt: skip
     for axis, kind in ways:
+        if _is_idle(scenario, axis, kind):
+            continue
         timer = Timer(scenario, constants, _Counting(scenario, constants, _Counted(axis, kind)))
-        size = _bytes(scenario, timer)
+        size = _bytes(scenario, timer, of_ranks)
         if size > 0:
             yield AxisTraffic(axis, kind, size)
 
 
-def _bytes(scenario: Scenario, timer: Timer) -> float:
-    """What the busiest pipeline rank sends in a step."""
+def _is_idle(scenario: Scenario, axis: str, kind: str) -> bool:
+    """Whether it is known without a sum that nothing goes over an axis in that way."""
+    layout = scenario.layout
+    match axis:
+        case "tp" | "cp" | "ep" | "pp" | "replicate":
+            return getattr(layout, axis) == 1
+        case "expert_state" | "copies":
+            return scenario.spec.experts is None
+        case _:
+            # Only compressed gradients are exchanged.
+            return layout.dp * layout.cp == 1 or (kind == EXCHANGE and layout.compress == NONE)
+
+
+def _bytes(scenario: Scenario, timer: Timer, of_ranks: Callable[[Sequence[float]], float]) -> float:
+    """What pipeline ranks send in a step."""
     layout, micro_steps = scenario.layout, max(1, round(scenario.micro_steps))
     each = [0.0] * layout.pp
     for stage, passes in zip(scenario.stages, timer.passes(), strict=True):
         each[stage.rank] += micro_steps * (passes.tp + passes.ep + passes.cp + passes.gathered)
     sent = [size + timer.states.reduction(rank, 0.0, 0.0) for rank, size in enumerate(each)]
-    return max(sent) + micro_steps * stages_per_rank(layout.schedule) * max(timer.transfers(), default=0.0)
+    return of_ranks(sent) + micro_steps * stages_per_rank(layout.schedule) * max(timer.transfers(), default=0.0)

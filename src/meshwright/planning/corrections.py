@@ -184,7 +184,7 @@ def subject_of(scenario: Scenario | Question) -> str:
 def basis_of(cluster: Cluster) -> str:
     """What estimates on these machines are made with."""
     constants = files("meshwright.planning").joinpath("constants.toml").read_text(encoding="utf-8")
-    return _digest(f"{constants}{cluster.speeds}{cluster.lines or ''}")
+    return _digest(f"{constants}{cluster.speeds}{cluster.lines or ''}{cluster.paths or ''}")
 
 
 def _digest(text: str) -> str:

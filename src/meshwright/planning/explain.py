@@ -44,6 +44,7 @@ PARTS = {
     "optimizer": "optimizer",
     "offload": "host memory",
     "other": "data, clipping, jitter",
+    "paths": "waiting for paths between machines",
     "correction": "seen in runs here",
 }
 

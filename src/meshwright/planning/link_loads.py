@@ -10,6 +10,8 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 
 from meshwright.axis_order import AXES, Order, strides
 from meshwright.cluster.fabric import Fabric
@@ -35,6 +37,12 @@ class LinkLoad:
     between: Mapping[tuple[int, int], float]
     """From node to node."""
 
+    def times(self, traffic: AxisTraffic) -> LinkLoad:
+        """The same of other traffic over the axis, where this is of one byte by each rank."""
+        size = traffic.size
+        between = {edge: share * size for edge, share in self.between.items()}
+        return LinkLoad(traffic, self.inside * size, self.card * size, self.uplink * size, between)
+
     def seconds(self, fabric: Fabric, nodes: Sequence[int]) -> float:
         """Of the busiest link; `nodes` says which node of the fabric stands in each place."""
         return max(self.inside / fabric.link, self.card / fabric.nic, *self.path_seconds(fabric, nodes), 0.0)
@@ -53,20 +61,36 @@ def link_loads(
     strategy: Strategy, order: Order, traffic: Sequence[AxisTraffic], fabric: Fabric
 ) -> tuple[LinkLoad, ...]:
     """The loads of all axes."""
-    grid = _Grid(strategy, order, fabric)
-    return tuple(grid.load(one) for one in traffic)
+    ways = tuple((one.axis, one.kind) for one in traffic)
+    units = _of_a_byte(degrees_of(strategy), order, ways, fabric.counts, fabric.is_uniform)
+    return tuple(unit.times(one) for unit, one in zip(units, traffic, strict=True))
+
+
+def degrees_of(strategy: Strategy) -> Strategy:
+    """What of a strategy says who talks to whom."""
+    axes = {axis: getattr(strategy, axis) for axis in (*AXES, "ep")}
+    return Strategy(**axes, zero=min(strategy.zero, 1))
+
+
+@lru_cache(maxsize=2048)
+def _of_a_byte(
+    strategy: Strategy, order: Order, ways: tuple[tuple[str, str], ...], counts: tuple[int, ...], alike: bool
+) -> tuple[LinkLoad, ...]:
+    """The loads where every rank sends one byte over each axis: a search asks for the same ones again and again."""
+    grid = _Grid(strategy, order, counts, alike)
+    return tuple(grid.load(AxisTraffic(axis, kind, 1.0)) for axis, kind in ways)
 
 
 class _Grid:
     """The ranks of a strategy in nodes."""
 
-    def __init__(self, strategy: Strategy, order: Order, fabric: Fabric) -> None:
-        self._strategy, self._order = strategy, order
-        self._starts, self._counts = fabric.starts, fabric.counts
+    def __init__(self, strategy: Strategy, order: Order, counts: Sequence[int], alike: bool) -> None:
+        self._strategy, self._counts = strategy, counts
+        self._starts = [0, *accumulate(counts)][:-1]
         world = strategy.world
         self._stride = strides(order, strategy)
         nodes = [node for node, start in enumerate(self._starts) if start < world]
-        if len(nodes) > SAMPLED and fabric.is_uniform:
+        if len(nodes) > SAMPLED and alike:
             # Pipeline ranks in the middle have others before and after them.
             nodes = sorted({nodes[0], self.home(strategy.pp // 2 * self._stride["pp"]), nodes[-1]})
         self._ranks = [

@@ -36,6 +36,8 @@ class Effort:
     """What a search may still look at."""
 
     edges: float = EDGES
+    orders: int = EXACT
+    """Up to how many orders of nodes are all tried."""
 
     def spend(self, edges: int) -> bool:
         """Whether there was as much left."""
@@ -137,13 +139,13 @@ def best_nodes(
 ) -> Nodes:
     """The best order of nodes that is found; nothing below `enough` seconds is looked for."""
     search = _Search(loads, fabric, waited, effort)
-    if factorial(len(given)) <= EXACT:
+    if factorial(len(given)) <= effort.orders:
         return min(permutations(given), key=search.rate)
-    starts = sorted(dict.fromkeys(_starts(loads, fabric, given)), key=search.rate)
-    return min((search.improved(start, enough) for start in starts[:STARTS]), key=search.rate)
+    ranked = sorted(dict.fromkeys(starts(loads, fabric, given)), key=search.rate)
+    return min((search.improved(start, enough) for start in ranked[:STARTS]), key=search.rate)
 
 
-def _starts(loads: Sequence[LinkLoad], fabric: Fabric, given: Nodes) -> Iterator[Nodes]:
+def starts(loads: Sequence[LinkLoad], fabric: Fabric, given: Nodes) -> Iterator[Nodes]:
     """Nodes as they are given, those that are joined well in a row, and the same along the groups of axes."""
     yield given
     row = _in_a_row(fabric, given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from meshwright.axis_order import AXES, Order, orders
 from meshwright.cluster.cluster import Cluster
@@ -17,9 +18,12 @@ from meshwright.planning.axis_traffic import AxisTraffic, axis_traffic
 from meshwright.planning.link_loads import LinkLoad, link_loads
 from meshwright.planning.measured import operations_of
 from meshwright.planning.node_order import EDGES, Effort, best_nodes
-from meshwright.planning.question import Candidate
+from meshwright.planning.scenario import Scenario
 from meshwright.planning.software import constants
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.planning.question import Candidate
 
 WORTH = 0.05
 """What another order must save of the waiting to be taken: the usual one needs no explaining."""
@@ -113,6 +117,8 @@ def place(
 def _with_nodes(start: Placement, edges: float) -> Placement:
     """The same order of axes with the best order of nodes that is found."""
     enough = start.least * (1 + WORTH)
+    if start.seconds <= enough:
+        return start
     nodes = best_nodes(start.loads, start.fabric, start.nodes, start.waited, enough, Effort(edges))
     return Placement(start.order, nodes, start.loads, start.fabric, start.hiding)
 
@@ -125,21 +131,50 @@ def placements_of(
     Without measured links, and on machines of several kinds, whose ranks follow the groups, both are the same.
     """
     scenario = candidate.scenario
-    cluster, parts, software = scenario.cluster, candidate.parts, scenario.software
-    found = axis_traffic(scenario, constants())
-    hiding = NOTHING_HIDES
-    if candidate.step_s < float("inf") and cluster.chip.key != "cpu":
-        hiding = Hiding(parts.compute + parts.recompute, software.overlap, software.contention)
-    fabric = fabric or fabric_of(cluster)
-    links = operations_of(scenario, constants()).links
-    if cluster.chip.key != "cpu":
-        # What is reached of them, measured where it was.
-        fabric = replace(fabric, link=links.link, nic=links.nic)
+    cluster, parts = scenario.cluster, candidate.parts
+    found, fabric = axis_traffic(scenario, constants()), linked(scenario, fabric)
+    finite = candidate.step_s < float("inf")
+    hiding = hiding_of(scenario, parts.compute + parts.recompute) if finite else NOTHING_HIDES
     if cluster.groups or not links_known(cluster):
         given = tuple(range(len(fabric.counts)))
         plain = Placement(AXES, given, link_loads(candidate.strategy, AXES, found, fabric), fabric, hiding)
         return plain, plain
     return place(candidate.strategy, found, fabric, hiding, only=only)
+
+
+def linked(scenario: Scenario, fabric: Fabric | None = None) -> Fabric:
+    """The fabric, by default that of the cluster, with what is reached of its links, measured where it was."""
+    fabric = fabric or fabric_of(scenario.cluster)
+    if scenario.cluster.chip.key == "cpu":
+        return fabric
+    links = operations_of(scenario, constants()).links
+    return replace(fabric, link=links.link, nic=links.nic)
+
+
+def hiding_of(scenario: Scenario, compute_s: float) -> Hiding:
+    """What hides behind so many seconds of computing."""
+    if scenario.cluster.chip.key == "cpu":
+        return NOTHING_HIDES
+    return Hiding(compute_s, scenario.software.overlap, scenario.software.contention)
+
+
+def with_paths(candidate: Candidate) -> Candidate:
+    """The same with what its best placement waits for paths between machines; it is never less than without."""
+    cluster = candidate.scenario.cluster
+    if not links_known(cluster) or cluster.groups or candidate.strategy.world == 1 or candidate.step_s == float("inf"):
+        return candidate
+    best, plain = placements_of(candidate)
+    waited = for_paths((best.seconds, best.least), (plain.seconds, plain.least))
+    return replace(candidate, parts=replace(candidate.parts, paths=waited))
+
+
+def for_paths(best: tuple[float, float], plain: tuple[float, float]) -> float:
+    """What is waited for paths, from what the best placement and the one in order wait, with paths and without.
+
+    The estimate without paths has what ranks in order wait for links and cards. Axes in another order may wait less for
+    these too, which is not counted: most of what passes between stages hides, and here all of it would be gained.
+    """
+    return max(0.0, min(best[0] - min(best[1], plain[1]), plain[0] - plain[1]))
 
 
 def links_known(cluster: Cluster) -> bool:

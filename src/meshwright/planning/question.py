@@ -18,6 +18,7 @@ from meshwright.planning.constraints import Constraint
 from meshwright.planning.corrections import Learned, corrected
 from meshwright.planning.group_times import memory_on, timer_on
 from meshwright.planning.memory import Memory
+from meshwright.planning.placement import with_paths
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.software import Constants, Software, constants, keeping
 from meshwright.planning.state_memory import unsent_bytes
@@ -211,7 +212,7 @@ def estimate(question: Question, strategy: Strategy, micro_batch: int) -> Candid
     measured = all(group.speeds is not None for group in question.cluster.kinds)
     origin = "calibrated" if measured else "estimated"
     memory, parts = memory_on(scenario), timer_on(scenario, question.known).parts()
-    return Candidate(strategy, micro_batch, scenario, memory, parts, origin)
+    return with_paths(Candidate(strategy, micro_batch, scenario, memory, parts, origin))
 
 
 def in_full(question: Question, candidate: Candidate) -> Candidate:

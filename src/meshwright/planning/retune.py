@@ -149,4 +149,4 @@ def _by_rank(cluster: Cluster, factors: Sequence[float]) -> Cluster:
 
 def _communication(candidate: Candidate) -> float:
     parts = candidate.parts
-    return parts.tp + parts.cp + parts.ep + parts.dp
+    return parts.tp + parts.cp + parts.ep + parts.dp + parts.paths

@@ -86,6 +86,7 @@ def loss(best: Candidate, other: Candidate) -> str:
         "optimizer": "the optimizer's step",
         "offload": "transfers to host memory",
         "other": "jitter",
+        "paths": "waiting for paths between machines",
     }
     more = {name: getattr(other.parts, name) - value for name, value in vars(best.parts).items() if name in words}
     name = max(more, key=lambda one: more[one])

@@ -30,7 +30,7 @@ from meshwright.planning.question import FEATURE, Candidate, Found, Question, co
 from meshwright.planning.scenario import Layout, Scenario
 from meshwright.planning.space import Degrees, Space, allowed, plain
 from meshwright.planning.timing import Timer
-from meshwright.schedules import splits_backward
+from meshwright.schedules import splits_backward, stages_per_rank
 from meshwright.strategy import host_activations, host_states
 
 OBJECTIVES = ("throughput", "memory", "cost", "fewest-gpus")
@@ -145,9 +145,11 @@ def _possible(question: Question, space: Space, pending: Sequence[Degrees]) -> C
                 if own.parts(simulate=False).total * weight < score:
                     parts = own.parts()
                     if parts.total * weight < score:
-                        score = parts.total * weight
                         memory = memory_of(scenario, quick=True)
-                        best = Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, parts)
+                        found = Candidate(layout.strategy(), degrees.micro_batch, scenario, memory, parts)
+                        found = space.waits.added(found)
+                        if found.step_s * weight < score:
+                            best, score = found, found.step_s * weight
                 break
     return best
 
@@ -159,6 +161,8 @@ class _Choice:
     layout: Layout
     rough: float
     """A score below which recompute cannot bring it."""
+    alone: float
+    """The same without what is waited for paths, of which recompute may hide a part."""
 
 
 def _choices(
@@ -183,6 +187,7 @@ def _choices(
                 parts = own.parts()
             memory = memory_of(scenario, quick=True)
             candidate = Candidate(chosen.strategy(), degrees.micro_batch, scenario, memory, parts)
+            candidate = space.waits.added(candidate)
             best = min(best, candidate.step_s * weight)
             yield candidate
 
@@ -201,10 +206,15 @@ def _rest_of(
         weight = 1 + FEATURE * count_features(base)
         if offload != "none" and bound_with_offload(question, degrees, offload, zero, shard) >= best:
             continue
+        plainest = question.scenario(fastest, degrees.micro_batch)
         if degrees.pp > 1:
-            floor = timer.like(question.scenario(fastest, degrees.micro_batch)).without_gaps()
+            floor = timer.like(plainest).without_gaps()
             if floor * weight >= best:
                 continue
+        schedules = space.schedules(degrees, zero)
+        waits = space.waits.floor(plainest, max(map(stages_per_rank, schedules), default=1))
+        if degrees.pp > 1 and (floor + waits.beside(floor)) * weight >= best:
+            continue
         for schedule, layers in space.orders(degrees, zero):
             if base.host_activations and splits_backward(schedule):
                 continue
@@ -213,9 +223,10 @@ def _rest_of(
             if space.order_floor(degrees, method, schedule, layers) * weight >= best or not question.takes(layout):
                 continue
             scenario = question.scenario(replace(layout, offload=fastest.offload), degrees.micro_batch)
-            rough = timer.like(scenario).parts(simulate=False).total * weight
+            least = timer.like(scenario).parts(simulate=False).total
+            rough = (least + waits.beside(least)) * weight
             if rough < best:
-                yield _Choice(layout, rough)
+                yield _Choice(layout, rough, least * weight)
 
 
 def _with_recompute(
@@ -250,7 +261,7 @@ def _with_recompute(
         needed = needed_layers(memory_of(scenario("none")), memory_of(scenario("full")), layers)
         forward = min(timer.layers.layer(sparse, True).forward for sparse, _ in layer_kinds(question.spec))
         micro_steps = question.global_batch / (degrees.dp * degrees.micro_batch)
-        if choice.rough * weight + micro_steps * needed * forward >= best:
+        if choice.alone * weight + micro_steps * needed * forward >= best:
             return
     if question.allows(recompute="first:1"):
         low, high = 0, layers

@@ -14,6 +14,7 @@ from meshwright.models.spec import ModelSpec
 from meshwright.planning import blocks
 from meshwright.planning.memory import FITS, does_fit
 from meshwright.planning.operations import Operations
+from meshwright.planning.path_waits import PathWaits
 from meshwright.planning.question import Question
 from meshwright.planning.scenario import Layout
 from meshwright.planning.timing import Timer
@@ -53,6 +54,7 @@ class Space:
 
     def __init__(self, question: Question) -> None:
         self.question = question
+        self.waits = PathWaits(question.cluster, question.known)
         self._holds: dict[tuple[Degrees, str, int], bool] = {}
         self._timers: dict[Degrees, Timer] = {}
         self._operations: Operations | None = None

@@ -38,6 +38,8 @@ class Parts:
     optimizer: float = 0.0
     offload: float = 0.0
     other: float = 0.0
+    paths: float = 0.0
+    """What is waited for named paths between machines, beyond what their network cards would take."""
     correction: float = 0.0
     """What runs on these machines took beyond the estimate."""
 
