@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, parse_cluster
 from meshwright.cluster.fabric import Path as NodePath
+from meshwright.config import load_config
 from meshwright.models.spec import ModelSpec
 from meshwright.planning.answer import plan
 from meshwright.planning.answer_json import plan_json
+from meshwright.planning.carried import Carried
 from meshwright.planning.constraints import parse_constraints
+from meshwright.planning.emit import run_file
 from meshwright.planning.explain import explain
 from meshwright.planning.made import Plan
 from meshwright.planning.placement import with_paths
@@ -23,6 +26,7 @@ from meshwright.planning.search import search
 from meshwright.planning.space import Space, plain
 from meshwright.planning.timing import Timer
 from meshwright.schedules import stages_per_rank
+from meshwright.training.placed import is_placed
 from tests.unit.specs import PLANNED as SMALL
 from tests.unit.test_plan_search import SPARSE, everything, machines
 
@@ -147,3 +151,21 @@ def test_what_compression_saves_on_a_slow_path_is_predicted(tmp_path: Path) -> N
     assert whole is not None
     assert less is not None
     assert less.step_s < 0.5 * whole.step_s
+
+
+@pytest.mark.parametrize("name", ["slow.toml", "slow"])
+def test_a_run_that_is_written_knows_the_paths_that_it_was_planned_with(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(SLOW)
+    made = plan("llama3.2-1b", f"./{name}", sequence_length=4096, global_batch=64, compare=False)
+    Path("run.toml").write_text(run_file(made, Carried()))
+    config = load_config(Path("run.toml"))
+    assert config.parallel.cluster is not None
+    assert parse_cluster(config.parallel.cluster).paths == made.question.cluster.paths
+    assert is_placed(config)
+    # Where nothing is known of paths, ranks on any machines stay in order.
+    other = plan("llama3.2-1b", "16xh100", sequence_length=4096, global_batch=64, compare=False)
+    Path("run.toml").write_text(run_file(other, Carried()))
+    assert load_config(Path("run.toml")).parallel.cluster is None

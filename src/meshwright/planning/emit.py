@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
 import tomli_w
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import UserError
 from meshwright.models.presets import presets
 from meshwright.planning.carried import Carried
@@ -54,12 +56,20 @@ def _spec(plan: Plan) -> dict[str, Any]:
     return plan.question.spec.model_dump(mode="json", exclude_none=True)
 
 
+def _file_of(cluster: Cluster) -> str:
+    """The cluster file as parallel.cluster takes it: a name alone needs its ending to be one."""
+    return cluster.note if cluster.note.endswith(".toml") else os.path.join(os.curdir, cluster.note)
+
+
 def run_file(plan: Plan, carried: Carried) -> str:
     """The same as TOML, with what is expected of it."""
     best = plan.best
     table = run_table(plan, carried=carried)
     assert best is not None
     cluster = best.scenario.cluster
+    if cluster.paths:
+        # A run puts its ranks and machines in the order that was planned with, which follows from the paths.
+        table["parallel"]["cluster"] = _file_of(cluster)
     head = (
         f"# Planned for {cluster}: {best.step_s:.3g} s a step, "
         f"{best.tokens_per_s_per_gpu:,.0f} tokens/s and GPU, {best.memory.peak / 2**30:.1f} GiB at the peak.\n"
