@@ -7,7 +7,7 @@ import { BESIDE, PARTS, besideKey, drawBeside, drawPart, partKey } from "./parts
 
 const ORDER = Object.keys(PARTS);
 const MAY_WAIT = ["forward", "backward", "reduce", "optimizer"];
-const OF_PLAN = { tp: "communication", cp: "communication", ep: "communication", dp: "communication", correction: "other" };
+const OF_PLAN = { tp: "communication", cp: "communication", ep: "communication", dp: "communication", paths: "communication", correction: "other" };
 const MOST_BARS = 64;
 const LEFT = 58;
 
