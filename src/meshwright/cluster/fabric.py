@@ -64,12 +64,17 @@ class Fabric:
 
     def joined(self, one: int, other: int) -> float:
         """Bytes per second between two nodes, where all that share a path use it at once: each pair has its part."""
-        return min((self._parts[number] for number, _ in self.routes.get((one, other), ())), default=float("inf"))
+        return self._joined[one][other]
 
     @cached_property
-    def _parts(self) -> list[float]:
-        """What a path leaves to each of the pairs that can use it at the same time, a node in one of them only."""
-        return [bandwidth / min(len(first), len(second)) for first, second, bandwidth in self.paths]
+    def _joined(self) -> list[list[float]]:
+        found = [[float("inf")] * len(self.counts) for _ in self.counts]
+        for first, second, bandwidth in self.paths:
+            # As many pairs can use it at the same time, with a node in one of them only.
+            part = bandwidth / min(len(first), len(second))
+            for one, other in product(first, second):
+                found[one][other] = found[other][one] = min(found[one][other], part)
+        return found
 
     @cached_property
     def kinds(self) -> list[int]:

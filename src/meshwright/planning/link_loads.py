@@ -61,9 +61,8 @@ def link_loads(
     strategy: Strategy, order: Order, traffic: Sequence[AxisTraffic], fabric: Fabric
 ) -> tuple[LinkLoad, ...]:
     """The loads of all axes."""
-    ways = tuple((one.axis, one.kind) for one in traffic)
-    units = _of_a_byte(degrees_of(strategy), order, ways, fabric.counts, fabric.is_uniform)
-    return tuple(unit.times(one) for unit, one in zip(units, traffic, strict=True))
+    degrees, counts, alike = degrees_of(strategy), fabric.counts, fabric.is_uniform
+    return tuple(_of_a_byte(degrees, order, one.axis, one.kind, counts, alike).times(one) for one in traffic)
 
 
 def degrees_of(strategy: Strategy) -> Strategy:
@@ -72,13 +71,17 @@ def degrees_of(strategy: Strategy) -> Strategy:
     return Strategy(**axes, zero=min(strategy.zero, 1))
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=8192)
 def _of_a_byte(
-    strategy: Strategy, order: Order, ways: tuple[tuple[str, str], ...], counts: tuple[int, ...], alike: bool
-) -> tuple[LinkLoad, ...]:
-    """The loads where every rank sends one byte over each axis: a search asks for the same ones again and again."""
-    grid = _Grid(strategy, order, counts, alike)
-    return tuple(grid.load(AxisTraffic(axis, kind, 1.0)) for axis, kind in ways)
+    strategy: Strategy, order: Order, axis: str, kind: str, counts: tuple[int, ...], alike: bool
+) -> LinkLoad:
+    """The load where every rank sends one byte over an axis: a search asks for the same ones again and again."""
+    return _grid(strategy, order, counts, alike).load(AxisTraffic(axis, kind, 1.0))
+
+
+@lru_cache(maxsize=16)
+def _grid(strategy: Strategy, order: Order, counts: tuple[int, ...], alike: bool) -> _Grid:
+    return _Grid(strategy, order, counts, alike)
 
 
 class _Grid:
