@@ -29,6 +29,8 @@ QUICK = 120
 """Orders of machines that are all looked at: those of up to five."""
 QUICK_EDGES = EDGES / 50
 """What is looked at to find good ones of more machines."""
+MANY = 16
+"""Of more machines only the usual order of axes is looked at."""
 AGAIN = 2
 """How much more of an axis layers send at most that are computed again."""
 
@@ -164,7 +166,7 @@ def _ways(strategy: Strategy, axes: tuple[tuple[str, str], ...], fabric: Fabric)
     traffic = [AxisTraffic(axis, kind, 1.0) for axis, kind in axes]
     given = tuple(fabric.nodes)
     free = replace(fabric, paths=())
-    every = orders(strategy)
+    every = orders(strategy) if len(given) <= MANY else [AXES]
     found: dict[_Way, None] = {}
     for order in every:
         loads = link_loads(strategy, order, traffic, fabric)
