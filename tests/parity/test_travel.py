@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.comm import sums
 from meshwright.comm.algorithms import ALGORITHMS
 from meshwright.comm.all_reduce import all_reduce
 from meshwright.comm.travel import Travel
@@ -46,7 +47,7 @@ def reductions(world: World, bucket_mb: float) -> list[int]:
         seen.append(tensor.numel())
         return all_reduce(tensor, *inputs)
 
-    with patch.object(buckets, "all_reduce", noted):
+    with patch.object(sums, "all_reduce", noted):
         step(2, batch_of(case, 2, step.data_rank, step.strategy))
     return seen
 
