@@ -17,7 +17,7 @@ from meshwright.comm.all_reduce import all_reduce
 from meshwright.comm.travel import Travel
 from meshwright.errors import ConfigError
 from meshwright.models.shapes import shapes_of
-from meshwright.parallel import buckets, parallelize
+from meshwright.parallel import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.verify.collectives import RecordCollectives
