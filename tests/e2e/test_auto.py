@@ -24,7 +24,7 @@ def test_what_a_run_has_shown_is_in_the_next_plan(
     meshwright: CommandLine, tiny_run: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    arguments = [*tiny_run, "--nproc", 2, "train.steps=26", "train.eval_sequences=0", "parallel.strategy=auto zero=3"]
+    arguments = [*tiny_run, "--nproc", 2, "train.steps=60", "train.eval_sequences=0", "parallel.strategy=auto zero=3"]
     first = meshwright("train", *arguments, "run.dir=runs/a")
     assert first.returncode == 0, first.stderr
     plan = plan_of(tmp_path / "runs/a")

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
+from meshwright.observe.curves import RECENT_STEPS
 from meshwright.observe.rank_memory import peak_memory
 from meshwright.planning.answer_json import candidate_json
 from meshwright.planning.corrections import observe
@@ -72,7 +73,7 @@ class PlanFile(Hook):
 
     def at_end(self, trainer: TrainingLoop) -> None:
         peak = float(trainer.world.gather(torch.tensor([peak_memory(trainer.world.device)], dtype=torch.float64)).max())
-        counted = self.seconds[WARM:]
+        counted = self.seconds[WARM:][-RECENT_STEPS:]
         if not trainer.world.is_first or len(counted) < LEAST_STEPS or trainer.stop_reason == RETUNED:
             return
         step_s = statistics.median(counted)
