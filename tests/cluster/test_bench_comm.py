@@ -53,7 +53,7 @@ def bench(hosts: Hosts, each: int, out: Path, *words: str) -> dict[str, list[dic
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(("each", "operations"), [(1, COLLECTIVES), (2, ("all_reduce", "all_to_all"))])
+@pytest.mark.parametrize(("each", "operations"), [(1, COLLECTIVES), (2, ("all_reduce", "broadcast", "all_to_all"))])
 def test_lines_predict_fresh_measurements_and_plans_use_them(
     each: int, operations: tuple[str, ...], hosts: Hosts, cache: Path
 ) -> None:
