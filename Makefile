@@ -9,13 +9,14 @@ QUIET := --disable-pip-version-check --quiet --constraint constraints.txt
 PIP := $(BIN)/pip install $(QUIET)
 PEERS := $(VENV)/peers
 
-.PHONY: help setup system demo test test-fast test-gpu test-peers chaos fuzz lint format clean
+.PHONY: help setup system demo test test-fast test-gpu test-peers test-kernels chaos fuzz lint format clean
 help:
 	@echo "make demo       install, then train a small language model on two processes of this machine"
 	@echo "make test       install what the tests need and run them all"
 	@echo "make test-fast  without the tests that take long"
 	@echo "make test-gpu   strategies on a GPU's kernels, up to four ranks on one card; make test leaves them out"
 	@echo "make test-peers what DeepSpeed, accelerate and torchtitan make of our files, in an environment of their own"
+	@echo "make test-kernels a GPU's own kernels in Triton's interpreter, on a machine without one"
 	@echo "make chaos      every fault that the tests know, the long ones too, and 200 kills at random moments"
 	@echo "make fuzz       random models under random strategies against one process, until stopped"
 	@echo "make lint       ruff (lint and format) and mypy"
@@ -81,6 +82,15 @@ $(PEERS)/.made: constraints.txt pyproject.toml
 
 test-peers: $(PEERS)/.made
 	$(PEERS)/bin/python -m pytest tests/peers
+
+# Triton takes a gigabyte and is of no use to the other tests: it has a folder of its own.
+$(VENV)/triton/.made: constraints.txt $(VENV)/.dev
+	rm -rf $(VENV)/triton
+	$(PIP) --no-deps --target $(VENV)/triton triton
+	@touch $@
+
+test-kernels: $(VENV)/triton/.made
+	PYTHONPATH=$(VENV)/triton TRITON_INTERPRET=1 $(BIN)/pytest -W ignore tests/kernels
 
 chaos: $(VENV)/.dev system
 	$(BIN)/pytest tests/chaos -m "slow_chaos or not slow_chaos" -s

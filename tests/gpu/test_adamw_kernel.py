@@ -1,78 +1,14 @@
-"""The GPU's AdamW is the reference bit for bit: on a GPU where there is one, else in Triton's interpreter."""
+"""The GPU's AdamW is the reference bit for bit."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
 
-from meshwright.models.parts import Box
-from meshwright.optim import reference
-from meshwright.optim.adamw import FusedAdamW
-
-SHAPES = [(40, 130), (3, 70), (64,), (4096,), (2, 5, 33)]
-ON_GPU = torch.cuda.is_available()
+from tests.kernels.adamw import compare
 
 
-def optimizers(dtype: torch.dtype, moments: Any) -> list[FusedAdamW]:
-    """One for the reference and one for the kernel, with parts that are cut, far from the start, and at odd places."""
-    found = []
-    for device in ("cpu", "cuda" if ON_GPU else "cpu"):
-        draw = torch.Generator().manual_seed(1)
-        parts = [nn.Parameter(torch.randn(shape, generator=draw).to(device, dtype)) for shape in SHAPES]
-        parts.append(nn.Parameter(torch.randn(4099, generator=draw).to(device, dtype)[1:]))
-        optimizer = FusedAdamW(parts, lr=3e-2, betas=(0.9, 0.95), weight_decay=0.1, moments=moments)
-        optimizer.place(parts[1], "cut", Box(parts[1], (10, 50), (40, 200)))
-        optimizer.place(parts[3], "far", Box(parts[3], ((1 << 32) - 1111,), (1 << 33,)))
-        optimizer.place(parts[4], "experts", Box(parts[4], (1, 0, 33), (4, 5, 66)))
-        found.append(optimizer)
-    return found
-
-
-def by_kernel(slot: Any, rates: Any, step: Tensor, corrections: Tensor, *told: Any) -> None:
-    from meshwright.optim.kernel import Updates
-
-    Updates()([slot], rates, step[None], corrections[None], *told)
-
-
-def compare(dtype: torch.dtype, moments: str) -> None:
-    """Raise unless five steps of both, one of them skipped, are the same in every byte."""
-    one, other = sides = optimizers(dtype, moments)
-    plain = reference.update
-    for step in range(5):
-        draw = torch.Generator().manual_seed(step)
-        for number, shape in enumerate([*SHAPES, (4098,)]):
-            gradient = torch.randn(shape, generator=draw) * torch.exp(3 * torch.randn(shape, generator=draw))
-            for side in sides:
-                part = side.param_groups[0]["params"][number]
-                part.grad = gradient.to(part.device, dtype)
-        for side in sides:
-            device = side.param_groups[0]["params"][0].device
-            side.grad_scale, side.found_inf = (  # type: ignore[attr-defined]
-                torch.tensor([value], device=device) for value in (1.7, float(step == 2))
-            )
-            reference.update = by_kernel if side is other and not ON_GPU else plain
-            side.step()
-        for mine, theirs in zip(*(side.param_groups[0]["params"] for side in sides), strict=True):
-            assert torch.equal(mine.detach(), theirs.detach().cpu()), (step, mine.shape)
-            for kind, value in one.state[mine].items():
-                assert torch.equal(value, other.state[theirs][kind].cpu()), (step, mine.shape, kind)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("moments", ["float32", "bf16", "int8"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kernel_is_the_reference_bit_for_bit(dtype: str, moments: str) -> None:
-    pytest.importorskip("triton")
-    # Triton decides when it is imported whether it interprets.
-    code = f"import torch; from tests.gpu.test_adamw_kernel import compare; compare(torch.{dtype}, '{moments}')"
-    environment = os.environ | ({} if ON_GPU else {"TRITON_INTERPRET": "1"})
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, cwd=root, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernel_is_the_reference_bit_for_bit(dtype: torch.dtype, moments: str) -> None:
+    compare(dtype, moments)
