@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.cluster.calibration import write_lines
 from meshwright.cluster.link_lines import LinkLine
-from tests.machines import dgx, roce
+from tests.machines import Machine, dgx, roce
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +35,7 @@ def test_this_machine_is_described() -> None:
         assert part in done.stdout
     facts = json.loads(doctor("--json", AWS_SECRET_ACCESS_KEY="hunter2hunter2").stdout)
     assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert facts["topology"]["cores"] == os.cpu_count()
+    assert facts["topology"]["cpus"] == os.cpu_count()
     assert "hunter2" not in json.dumps(facts)
 
 
@@ -65,6 +65,50 @@ def test_a_recorded_machine_is_shown_within_eighty_columns(tmp_path: Path) -> No
         assert said in flat
 
 
+def test_this_machine_is_recorded_and_shown_from_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    done = doctor("--record", str(file))
+    assert done.returncode == 0, done.stderr
+    assert f"meshwright doctor --topology --root {file}" in done.stdout
+    assert f'"hostname": "{socket.gethostname()}"' in file.read_text()
+    (tmp_path / "laid out").mkdir()
+    own = {"TMPDIR": str(tmp_path / "laid out")}
+    shown = [doctor("--topology", "--json", *more, **own) for more in ([], ["--root", str(file)])]
+    here, there = (json.loads(one.stdout)["topology"] for one in shown)
+    for key in ("host", "processor", "cpus", "memory_bytes", "numa", "pci", "files", "kernel"):
+        assert here[key] == there[key], key
+    assert list((tmp_path / "laid out").iterdir()) == [], "nothing is left of the tree"
+
+
+def test_gpus_of_several_domains_and_cards_without_a_driver_are_told_apart(tmp_path: Path) -> None:
+    built = Machine(tmp_path)
+    built.system(2, cores=16, gib=288)
+    built.write("proc/cpuinfo", "\n".join(f"processor\t: {cpu}\ncpu\t\t: POWER9\n" for cpu in range(16)))
+    places = {"0004:05": 0, "0004:06": 0, "0035:05": 1, "0035:06": 1}
+    for node, (place, numa) in enumerate(places.items(), 252):
+        domain = place[:4]
+        built.gpu(f"pci{domain}:00/{domain}:00:00.0/{domain}:01:00.0/{domain}:02:{place[5:]}.0/{place}:00.0", numa)
+        built.write(f"sys/devices/system/node/node{node}/cpulist", "")
+        built.write(f"sys/devices/system/node/node{node}/meminfo", f"Node {node} MemTotal:       {8 * 2**20} kB")
+        built.write(f"proc/driver/nvidia/gpus/{place}:00.0/numa_status", f"Node:      {node}\nStatus:    online")
+    built.pci("pci0000:00/0000:00:01.0/0000:1a:00.0", "0x15b3:0x1013", "0x020700", 0)
+    built.finish("node07")
+    done = doctor("--topology", "--nccl", "--root", str(tmp_path))
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    flat = " ".join(done.stdout.split())
+    for said in (
+        "POWER9, 16 CPUs, 256 GiB",
+        "NUMA 252: memory of GPU 0004:05:00.0, 8.0 GiB",
+        # The bus alone would not tell them apart.
+        "0004:05 0004:06 0035:05 0035:06",
+        "GPU 0035:05:00.0 SYS SYS - PIX",
+        "unless NVLinks join them, which NVML did not tell",
+        "no RDMA device (InfiniBand, RoCE, EFA), though InfiniBand cards are on the bus: 0000:1a:00.0",
+    ):
+        assert said in flat, flat
+    assert "AMD" not in flat
+
+
 def test_lines_for_a_shell_are_all_that_is_printed(tmp_path: Path) -> None:
     roce(tmp_path).finish()
     done = doctor("--nccl", "--root", str(tmp_path), "--format", "env")
@@ -83,6 +127,9 @@ def test_a_wrong_command_says_what_to_change(tmp_path: Path) -> None:
         (["--nccl", "--json", "--format", "text"], "--json"),
         (["--nccl", "--root", "/nowhere"], "--root"),
         (["--topology", "--root", str(tmp_path)], "holds neither sys nor proc"),
+        (["--topology", "--root", __file__], "is no recording"),
+        (["--record", "/nowhere/here.json"], "--record cannot write /nowhere/here.json"),
+        (["--record", str(tmp_path / "here.json"), "--nccl"], "--record goes alone"),
     ):
         done = doctor(*arguments)
         assert done.returncode == 2
@@ -142,4 +189,4 @@ def _nothing_of_here_is_in_a_recorded_machine(root: Path, cache: Path) -> None:
     assert "gpu01" not in told
     assert told.startswith("dgx01: NVIDIA nodes dgx01")
     facts = json.loads(doctor("--topology", "--json", "--root", str(root), **here).stdout)["topology"]
-    assert (facts["calibrations"], facts["nodes"], facts["cores"], facts["memory_bytes"]) == ([], [], 0, 0)
+    assert (facts["calibrations"], facts["nodes"], facts["cpus"], facts["memory_bytes"]) == ([], [], 0, 0)

@@ -18,7 +18,7 @@ from tests.machines import MACHINES, Machine, bonded, cloud, dgx, laptop, roce
 
 def test_a_machine_of_eight_gpus_and_rails_is_read_whole(tmp_path: Path) -> None:
     found = dgx(tmp_path, down="mlx5_4").hardware()
-    assert (found.host, found.maker, found.cores, found.memory_bytes) == ("node01", "NVIDIA", 224, 2048 * 2**30)
+    assert (found.host, found.maker, found.cpus, found.memory_bytes) == ("node01", "NVIDIA", 224, 2048 * 2**30)
     assert [(node.index, node.cpus) for node in found.numa] == [(0, "0-111"), (1, "112-223")]
     assert [gpu.index for gpu in found.gpus] == list(range(8))
     assert [gpu.numa for gpu in found.gpus] == [0] * 4 + [1] * 4
@@ -46,7 +46,7 @@ def test_a_machine_of_eight_gpus_and_rails_is_read_whole(tmp_path: Path) -> None
         ("processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC 7763 64-Core Processor\n", "AuthenticAMD"),
         ("processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: Intel(R) Xeon(R) Gold 6430\n", "GenuineIntel"),
         ("processor\t: 0\nBogoMIPS\t: 2000.00\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n", "ARM"),
-        ("processor\t: 0\ncpu\t\t: POWER9\n", ""),
+        ("processor\t: 0\ncpu\t\t: POWER9\n", "IBM"),
         (None, ""),
     ],
 )
@@ -89,6 +89,14 @@ def test_addresses_of_roce_are_told_by_version_and_family(tmp_path: Path) -> Non
         (2, "RoCE v1", "10.1.0.11", False),
         (3, "RoCE v2", "10.1.0.11", False),
     ]
+
+
+def test_the_network_s_prefix_before_zeros_is_no_address(tmp_path: Path) -> None:
+    """As the table of a real ConnectX-3 has it in 127 of 128 entries."""
+    machine = Machine(tmp_path)
+    gids = ("fe80:0000:0000:0000:0002:c903:00f9:bfa1", "fe80:0000:0000:0000:0000:0000:0000:0000")
+    machine.rdma("mlx4_0", "pci0000:80/0000:80:02.2/0000:82:00.0", 1, gids=tuple((gid, "") for gid in gids))
+    assert [gid.index for gid in machine.hardware().rdma[0].gids] == [0]
 
 
 def test_interfaces_of_every_kind_are_told_apart(tmp_path: Path) -> None:
@@ -194,6 +202,7 @@ def test_links_are_read_from_nvml_and_joined_with_the_bus(tmp_path: Path) -> Non
     assert [gpu.peers for gpu in found.gpus] == [("0000:42:00.0",), ("0000:41:00.0",)]
     assert found.all_linked
     assert pci_address("00000000:1B:00.0") == "0000:1b:00.0"
+    assert pci_address("00010000:E3:00.0") == "10000:e3:00.0"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +237,7 @@ def test_a_damaged_tree_is_read_as_far_as_it_goes(kind: str, tmp_path: Path) -> 
 
 def test_this_machine_is_read() -> None:
     found = read_hardware()
-    assert found.cores >= 1
+    assert found.cpus >= 1
     assert found.memory_bytes > 2**28
     lo = found.interface("lo")
     assert lo is not None

@@ -426,3 +426,14 @@ def test_advice_is_what_the_profile_would_set(machines: dict[str, Hardware]) -> 
     # Where sockets carry all traffic, the fastest are the best.
     profile = nccl_profile(machines["dgx"], given_settings({"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}))
     assert about(profile, "NCCL_SOCKET_IFNAME").remedy == "=ib0 is there, 400 Gb/s"
+
+
+def test_infiniband_cards_whose_driver_is_not_loaded_are_told(tmp_path: Path) -> None:
+    machine = cloud(tmp_path)
+    for slot, driver in (("06", "mlx5_core"), ("07", "vfio-pci")):
+        machine.pci(f"pci0000:00/0000:00:{slot}.0", "0x15b3:0x1021", "0x020700", -1, driver=driver)
+    finding = about(nccl_profile(machine.hardware(), {}), "RDMA")
+    assert (finding.level, finding.text) == (
+        Level.WARNING, "1 InfiniBand card on the PCIe bus, and no RDMA device: 0000:00:06.0",
+    )  # fmt: skip
+    assert "mlx5_ib" in finding.remedy

@@ -7,12 +7,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.cluster.recording import opened, record
 from meshwright.cluster.sysfs import read_hardware
 from meshwright.comm.host_limits import check_limits, read_limits
 from meshwright.comm.nccl_profile import Finding, Level, Profile, nccl_profile
@@ -37,8 +39,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--root",
         type=Path,
-        metavar="FOLDER",
-        help="with --topology or --nccl: a recorded machine's /sys and /proc instead",
+        metavar="PATH",
+        help="with --topology or --nccl: a recorded machine instead, a file of --record or a folder with sys and proc",
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="write all that is read of this machine to a file of text, for a report or for --root elsewhere",
     )
     parser.add_argument("--json", action="store_true", help="short for --format json")
     parser.epilog = (
@@ -49,6 +57,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "  meshwright doctor --topology\n"
         '  eval "$(meshwright doctor --nccl --format env)"\n'
         "  meshwright doctor --nccl --nodes 256 --json\n"
+        "  meshwright doctor --record node17.json\n"
     )
 
 
@@ -62,13 +71,20 @@ def run(args: argparse.Namespace) -> int:
     if form == "env" and (not args.nccl or args.topology):
         raise UserError("--format env is for --nccl alone")
     whole = not args.topology and not args.nccl
+    if args.record is not None and (not whole or args.json or args.format is not None):
+        raise UserError("--record goes alone, or with --root; it takes all that --topology and --nccl look at")
     if args.root is not None:
-        _check_root(args.root, whole)
-    root = Path("/") if args.root is None else args.root
+        _check_root(args.root, whole and args.record is None)
+    with opened(Path("/") if args.root is None else args.root) as root:
+        if args.record is not None:
+            return _record(root, args.record)
+        return _tell(root, args, form, whole)
+
+
+def _tell(root: Path, args: argparse.Namespace, form: str, whole: bool) -> int:
     recorded = root != Path("/")
     hardware = read_hardware(root)
-    exists = partial(_exists, root)
-    profile = nccl_profile(hardware, given_settings(os.environ, root), args.nodes, exists)
+    profile = nccl_profile(hardware, given_settings(os.environ, root), args.nodes, partial(_exists, root))
     from meshwright.cli import doctor_nccl, doctor_overview, doctor_topology
 
     limits = read_limits()
@@ -98,14 +114,30 @@ def run(args: argparse.Namespace) -> int:
     return _code(profile if whole or args.nccl else None, [*troubles, *limited])
 
 
+def _record(root: Path, file: Path) -> int:
+    from meshwright.cli.doctor_topology import machine
+
+    text = record(root, machine)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--record cannot write {file}: {error.strerror}; name another place") from error
+    print(f"{file}: {len(text) / 1024:,.0f} KiB of text, with this machine's name and IP addresses, without hardware")
+    print("addresses and serial numbers. Look at it before you pass it on.")
+    print(f"meshwright doctor --topology --root {shlex.quote(str(file))} shows what it tells.")
+    return ExitCode.DONE
+
+
 def _check_root(root: Path, whole: bool) -> None:
-    wanted = "--root takes a folder that holds a machine's sys and proc"
+    wanted = "--root takes a file of --record, or a folder that holds a machine's sys and proc"
     if whole:
         raise UserError(f"{wanted}, and goes with --topology or --nccl")
+    if root.is_file():
+        return
     missing = [name for name in ("sys", "proc") if not (root / name).is_dir()]
     if missing:
         lacks = "holds neither sys nor proc" if len(missing) == 2 else f"holds no {missing[0]}"
-        raise UserError(f"{wanted}, and {root} {lacks if root.is_dir() else 'is no folder'}")
+        raise UserError(f"{wanted}, and {root} {lacks if root.is_dir() else 'is not there'}")
 
 
 def _exists(root: Path, path: Path) -> bool:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from meshwright.cli.doctor_text import beside, clean, console, heading, indented
 from meshwright.cluster.calibration import Calibration, calibration_file, read_calibration
-from meshwright.cluster.hardware import Distance, Gpu, Hardware, RdmaPort, interface_rate
+from meshwright.cluster.hardware import ARM, Distance, Gpu, Hardware, NumaNode, RdmaPort, interface_rate
 from meshwright.files import cache_folder
 
 _MOST_NODES = 4096
@@ -61,14 +61,25 @@ def as_json(hardware: Hardware, recorded: bool = False) -> dict[str, Any]:
 
 def machine(hardware: Hardware) -> str:
     """Processor, cores, memory."""
-    parts = [
-        " ".join(filter(None, (hardware.maker, hardware.product))),
-        "virtual machine" if hardware.virtual else "",
-        hardware.processor,
-        f"{hardware.cores} cores" if hardware.cores else "",
-        f"{hardware.memory_bytes / 2**30:,.0f} GiB" if hardware.memory_bytes else "",
-    ]
+    maker, product = hardware.maker, hardware.product
+    # Some makers write their name before the product's too.
+    model = product if product.lower().startswith(maker.lower()) else f"{maker} {product}"
+    processor = hardware.processor or ("ARM" if hardware.processor_maker == ARM else "")
+    memory = f"{_gib(hardware.memory_bytes)} GiB" if hardware.memory_bytes else ""
+    parts = [model.strip(), "virtual machine" if hardware.virtual else "", processor, _counted(hardware), memory]
     return ", ".join(filter(None, parts))
+
+
+def _counted(hardware: Hardware) -> str:
+    cpus = f"{hardware.cpus} CPUs" if hardware.cpus else ""
+    if not hardware.cores:
+        return cpus
+    return f"{hardware.cores} cores" + (f" ({cpus})" if hardware.cpus != hardware.cores else "")
+
+
+def _gib(size: int) -> str:
+    """Whole ones; of less than ten with a decimal."""
+    return f"{size / 2**30:,.1f}" if size < 9.95 * 2**30 else f"{size / 2**30:,.0f}"
 
 
 def nodes() -> list[str]:
@@ -113,7 +124,7 @@ def _tree(out: Console, hardware: Hardware) -> None:
         if one.address and one.address not in rdma:
             rows.setdefault(one.numa, []).append((one.address, f"{one.name}  {one.kind}, {interface_rate(one)}"))
     for node in hardware.numa:
-        out.print(f"  NUMA {node.index}: cores {node.cpus}, {node.memory_bytes / 2**30:,.0f} GiB")
+        out.print(indented(Text(f"NUMA {node.index}: {_node(hardware, node)}")))
         _devices(out, hardware, rows.pop(node.index, []))
     rest = [row for some in rows.values() for row in some]
     if rest:
@@ -123,13 +134,22 @@ def _tree(out: Console, hardware: Hardware) -> None:
         out.print(indented(Text(hardware.nvml)))
 
 
+def _node(hardware: Hardware, node: NumaNode) -> str:
+    memory = f"{_gib(node.memory_bytes)} GiB"
+    if node.gpu:
+        label = next((gpu.label for gpu in hardware.gpus if gpu.address == node.gpu), f"GPU {node.gpu}")
+        return f"memory of {label}, {memory}"
+    return f"CPUs {node.cpus}, {memory}" if node.cpus else f"no CPUs, {memory}"
+
+
 def _devices(out: Console, hardware: Hardware, rows: list[tuple[str, str]]) -> None:
     """By the root that they are below, in the order of the bus; those on one switch together."""
     above = ""
     for address, text in sorted(rows):
         path = hardware.pci[address].path if address in hardware.pci else ()
         # A switch's own upstream port comes after the root and the root's port.
-        switch = f"switch {path[2]}" if len(path) > 4 else path[0] if path else "unknown"
+        root = path[0] if len(path) > 1 else "unknown root"
+        switch = f"switch {path[2]}" if len(path) > 4 else root
         if switch != above:
             out.print(f"    {switch}")
             above = switch
@@ -159,8 +179,9 @@ def _links(out: Console, hardware: Hardware) -> None:
         return
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("")
+    short = _short([gpu.address for gpu in hardware.gpus])
     for gpu in hardware.gpus:
-        table.add_column(gpu.label if gpu.index is not None else gpu.address[5:7], no_wrap=True)
+        table.add_column(gpu.label if gpu.index is not None else short[gpu.address], no_wrap=True)
     used: set[Distance] = set()
     for name, address in [(gpu.label, gpu.address) for gpu in hardware.gpus] + [
         (port.device, port.address) for port in ports
@@ -171,6 +192,15 @@ def _links(out: Console, hardware: Hardware) -> None:
     out.print(indented(table))
     nvlink = ["NV# NVLinks"] if linked else []
     out.print(indented("; ".join(nvlink + [_WORDS[one] for one in sorted(used)])))
+
+
+def _short(addresses: list[str]) -> dict[str, str]:
+    """Addresses by their bus where that tells them apart, else with the domain, else whole."""
+    for pattern in (r".*?:(..):.*", r"(.*?:..):.*"):
+        cut = {address: re.sub(pattern, r"\1", address) for address in addresses}
+        if len(set(cut.values())) == len(cut):
+            return cut
+    return {address: address for address in addresses}
 
 
 def _between(hardware: Hardware, address: str, gpu: Gpu) -> str:
@@ -201,7 +231,9 @@ def _network(out: Console, hardware: Hardware) -> None:
         if gids:
             out.print(indented(f"{port.name} GIDs: {'; '.join(gids[:4])}"))
     if not hardware.rdma:
-        out.print("  no RDMA device (InfiniBand, RoCE, EFA)")
+        cards = hardware.cards_without_driver
+        found = f", though InfiniBand cards are on the bus: {', '.join(cards)}" if cards else ""
+        out.print(indented(f"no RDMA device (InfiniBand, RoCE, EFA){found}"))
 
 
 def _calibrations() -> list[tuple[Calibration | None, str]]:

@@ -11,9 +11,14 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 NVIDIA = "0x10de"
-AMD, ARM = "AuthenticAMD", "ARM"
+AMD, ARM, IBM = "AuthenticAMD", "ARM", "IBM"
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 ROCE_V1, ROCE_V2 = "RoCE v1", "RoCE v2"
+_TWO_LEVELS = (
+    ("0x1000:0xc010:0x1000:0xa", "0x1000:0xc010:0x1000:0xa"),
+    ("0x1000:0xc030:0x1000:0x0", "0x1000:0xc030:0x1000:0x1"),
+)
+"""Vendor, device and those of the card, of PCIe switches that show themselves as two levels; after NCCL's source."""
 
 
 class Distance(IntEnum):
@@ -37,6 +42,8 @@ class NumaNode:
     cpus: str
     """As the kernel lists them: 0-47,96-143."""
     memory_bytes: int
+    gpu: str = ""
+    """PCIe address of the GPU whose memory it is, if it is that of one, as with POWER9 and Grace."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class PciDevice:
     redirects: bool | None = None
     """Of a bridge: whether access control (ACS) sends what goes between its devices up to the processor; None where
     only an administrator can read it."""
+    subsystem: str = ""
+    """Of a bridge: the card's own vendor and device, `0x1000:0xa096`."""
 
     @property
     def is_bridge(self) -> bool:
@@ -72,6 +81,16 @@ class PciDevice:
     def is_nvswitch(self) -> bool:
         """Whether it switches NVLinks."""
         return self.vendor == NVIDIA and self.kind == 0x0680
+
+    @property
+    def is_infiniband(self) -> bool:
+        """Whether it is a card of InfiniBand; RoCE's look like any other Ethernet."""
+        return self.kind in (0x0207, 0x0C06)
+
+    def takes_in(self, other: PciDevice) -> bool:
+        """Whether NCCL takes this switch and the one below it for one: Broadcom's look like two levels of them."""
+        own, below = (f"{one.vendor}:{one.device}:{one.subsystem}" for one in (self, other))
+        return any(own.startswith(first) and below.startswith(second) for first, second in _TWO_LEVELS)
 
 
 @dataclass(frozen=True)
@@ -204,9 +223,14 @@ class Hardware:
     """Whether it is a virtual machine, which may see another PCIe tree than there is."""
     processor: str = ""
     processor_maker: str = ""
-    """As x86 processors say: GenuineIntel, AuthenticAMD; ARM for all of that kind; empty where it is not known."""
+    """As x86 processors say: GenuineIntel, AuthenticAMD; ARM for all of that kind, IBM for POWER; empty where it is not
+    known."""
+    cpus: int = 0
+    """As the kernel counts them: two for each core with hyper-threading."""
     cores: int = 0
+    """0 where /proc/cpuinfo does not tell, as on ARM and POWER."""
     memory_bytes: int = 0
+    """Of the processors; that of GPUs is not in it."""
     numa: tuple[NumaNode, ...] = ()
     pci: Mapping[str, PciDevice] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
@@ -230,6 +254,12 @@ class Hardware:
         """Switches of NVLinks that are seen on the bus; in virtual machines they often are not."""
         return sum(device.is_nvswitch for device in self.pci.values())
 
+    @property
+    def cards_without_driver(self) -> tuple[str, ...]:
+        """Addresses of InfiniBand cards on the bus, where the kernel shows no RDMA device at all."""
+        cards = [one for one in self.pci.values() if one.is_infiniband and one.driver != "vfio-pci"]
+        return () if self.rdma else tuple(card.address for card in cards)
+
     def interface(self, name: str) -> NetInterface | None:
         """By its name."""
         return next((one for one in self.interfaces if one.name == name), None)
@@ -239,13 +269,26 @@ class Hardware:
         if one not in self.pci or other not in self.pci:
             return None
         left, right = self.pci[one], self.pci[other]
-        shared = _shared(left.path, right.path)
-        if shared >= 2:
-            # Beyond what they share: the port that leads down to each, and the device.
-            further = max(len(left.path), len(right.path)) - shared
-            return Distance.PIX if further <= 2 else Distance.PXB
+        ways = self._switches(left), self._switches(right)
+        common = _shared(*ways)
+        if common:
+            return Distance.PIX if all(len(way) == common for way in ways) else Distance.PXB
         same_node = left.numa == right.numa or None in (left.numa, right.numa)
-        return Distance.PHB if shared == 1 or same_node else Distance.SYS
+        return Distance.PHB if left.path[0] == right.path[0] or same_node else Distance.SYS
+
+    def _switches(self, device: PciDevice) -> list[str]:
+        """PCIe switches on the way to a device, from the root on, as NCCL counts them: by the port that leads up."""
+        # From the device every second step, as a switch has a port up and one down; without the root itself.
+        ports = [step for step in device.path[-3::-2] if step != device.path[0]][::-1]
+        found: list[str] = []
+        taken = False
+        for above, port in zip(["", *ports], ports, strict=False):
+            # What is taken in takes in nothing itself: NCCL makes one of two levels, not of three.
+            both = not taken and above in self.pci and port in self.pci
+            taken = both and self.pci[above].takes_in(self.pci[port])
+            if not taken:
+                found.append(port)
+        return found
 
     def nearest_gpu(self, address: str) -> tuple[Gpu, Distance] | None:
         """The GPU that is nearest to a device."""

@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.cluster.hardware import NetInterface
+from meshwright.cluster.hardware import NetInterface, NumaNode
+from meshwright.cluster.processors import numa_of
 from meshwright.cluster.tree import Tree
 
 _ETHER, _INFINIBAND, _LOOPBACK = 1, 32, 772
 """Types of links, as the kernel counts them (ARPHRD_*)."""
-_PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.\d")
+_PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.\d")
 _DEVTYPES = {"wlan": "wireless", "vlan": "vlan", "bridge": "bridge", "bond": "bond"}
 
 
@@ -25,19 +26,22 @@ class Route(NamedTuple):
     metric: int
 
 
-def read_interfaces(tree: Tree) -> tuple[NetInterface, ...]:
+def read_interfaces(tree: Tree, nodes: Sequence[NumaNode] = ()) -> tuple[NetInterface, ...]:
     """All of them, by name."""
     routes = _routes(tree.text("proc/net/route") or "")
     defaults = sorted((route for route in routes if route.network.prefixlen == 0), key=lambda route: route.metric)
     default = defaults[0].interface if defaults else ""
     names = [name for name in tree.names("sys/class/net") if tree.has(f"sys/class/net/{name}/type")]
     addresses = _addresses(tree, routes, default)
-    return tuple(_interface(tree, name, tuple(addresses.get(name, ())), name == default) for name in names)
+    return tuple(_interface(tree, name, tuple(addresses.get(name, ())), name == default, nodes) for name in names)
 
 
-def _interface(tree: Tree, name: str, addresses: tuple[str, ...], default: bool) -> NetInterface:
+def _interface(
+    tree: Tree, name: str, addresses: tuple[str, ...], default: bool, nodes: Sequence[NumaNode]
+) -> NetInterface:
     folder = f"sys/class/net/{name}"
     speed = tree.number(f"{folder}/speed")
+    address = _pci_address(tree, folder)
     members = tuple((tree.text(f"{folder}/bonding/slaves") or "").split())
     return NetInterface(
         name,
@@ -46,8 +50,8 @@ def _interface(tree: Tree, name: str, addresses: tuple[str, ...], default: bool)
         speed if speed is not None and speed > 0 else None,
         addresses,
         default,
-        numa=tree.numa(f"{folder}/device"),
-        address=_pci_address(tree, folder),
+        numa=numa_of(tree, f"sys/bus/pci/devices/{address}", nodes) if address else None,
+        address=address,
         vendor=tree.text(f"{folder}/device/vendor") or "",
         driver=tree.link_name(f"{folder}/device/driver"),
         members=members,

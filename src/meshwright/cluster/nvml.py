@@ -97,9 +97,9 @@ def _text(value: str | bytes) -> str:
 
 
 def pci_address(text: str) -> str:
-    """NVML's `00000000:1B:00.0` as the kernel writes it: `0000:1b:00.0`."""
+    """NVML's `00000000:1B:00.0` as the kernel writes it: `0000:1b:00.0`, with more digits only where they count."""
     domain, _, rest = text.lower().partition(":")
-    return f"{domain[-4:]}:{rest}"
+    return f"{domain.lstrip('0').rjust(4, '0')}:{rest}"
 
 
 def with_nvml(gpus: tuple[Gpu, ...], answers: tuple[NvmlGpu, ...]) -> tuple[Gpu, ...]:

@@ -260,10 +260,11 @@ def _between_gpus(choices: Choices, hardware: Hardware, values: Mapping[str, str
         where += f"; in groups of {joined}, as the processor is AMD's"
     elif not hardware.processor_maker:
         where += f"; in groups of {joined}, if the processor is AMD's, which is not known here"
+    unseen = ", unless NVLinks join them, which NVML did not tell" if hardware.nvml else ""
     choices.ask(
         name,
-        f"some GPUs reach each other only through a processor ({nearest}), and {where}. {advice} and keep it if "
-        "`meshwright bench comm` is faster and its results are right",
+        f"some GPUs reach each other only through a processor ({nearest}){unseen}, and {where}. {advice} and keep it "
+        "if `meshwright bench comm` is faster and its results are right",
     )
 
 

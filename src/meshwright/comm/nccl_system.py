@@ -22,10 +22,20 @@ def check_system(hardware: Hardware, values: Mapping[str, str], machines: int) -
     yield from _translated(hardware)
     yield from _redirected(hardware)
     if machines > 1:
+        yield from _no_driver(hardware)
         yield from _ports(hardware, values)
         yield from _efa(hardware, values)
         yield from _gpu_memory(hardware, values)
         yield from _no_interface(hardware)
+
+
+def _no_driver(hardware: Hardware) -> Iterator[Finding]:
+    cards = hardware.cards_without_driver
+    if cards:
+        count = f"{len(cards)} InfiniBand card{'s' * (len(cards) > 1)}"
+        text = f"{count} on the PCIe bus, and no RDMA device: {', '.join(cards)}"
+        remedy = "load the driver (mlx5_ib for ConnectX); a container needs /sys/class/infiniband and /dev/infiniband"
+        yield Finding(Level.WARNING, "RDMA", text, "all traffic between machines goes over sockets", remedy)
 
 
 def _ports(hardware: Hardware, values: Mapping[str, str]) -> Iterator[Finding]:

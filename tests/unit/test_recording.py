@@ -1,0 +1,175 @@
+"""Recordings: what is read of one is what was read of the machine; what is in it, and what is not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright.cluster.hardware import Hardware
+from meshwright.cluster.recording import lay_out, opened, record
+from meshwright.cluster.sysfs import read_hardware
+from meshwright.comm.nccl_profile import nccl_profile
+from meshwright.comm.nccl_variables import given_settings
+from meshwright.errors import UserError
+from tests.machines import MACHINES, dgx, laptop, roce
+
+
+def again(root: Path, file: Path) -> Hardware:
+    """What is read of a recording of a tree."""
+    file.write_text(record(root), encoding="utf-8")
+    with opened(file) as folder:
+        return read_hardware(folder)
+
+
+def without_gids(hardware: Hardware) -> Hardware:
+    return replace(hardware, rdma=tuple(replace(port, gids=()) for port in hardware.rdma))
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_recording_is_read_as_the_machine_was(name: str, tmp_path: Path) -> None:
+    machine = MACHINES[name](tmp_path / "root")
+    machine.write("etc/nccl.conf", "# ours\nNCCL_DEBUG=WARN\nPASSWORD=hunter2")
+    found = machine.hardware()
+    told = again(tmp_path / "root", tmp_path / "recording.json")
+    assert without_gids(told) == without_gids(found)
+    assert nccl_profile(told, {}).environment() == nccl_profile(found, {}).environment()
+    for before, after in zip(found.rdma, told.rdma, strict=True):
+        rows = [[(gid.index, gid.kind, gid.ipv4, gid.link_local) for gid in port.gids] for port in (before, after)]
+        assert rows[0] == rows[1]
+    with opened(tmp_path / "recording.json") as root:
+        assert [(key, one.value) for key, one in given_settings({}, root).items()] == [("NCCL_DEBUG", "WARN")]
+    assert "hunter2" not in (tmp_path / "recording.json").read_text()
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_recording_of_a_recording_is_the_same(name: str, tmp_path: Path) -> None:
+    MACHINES[name](tmp_path / "root").finish()
+    file = tmp_path / "recording.json"
+    file.write_text(record(tmp_path / "root"), encoding="utf-8")
+    (tmp_path / "laid out").mkdir()
+    lay_out(file, tmp_path / "laid out")
+    parts, kept = (json.loads(text) for text in (record(tmp_path / "laid out"), file.read_text(encoding="utf-8")))
+    assert parts["folders"] == kept["folders"]
+
+
+def test_this_machine_can_be_recorded(tmp_path: Path) -> None:
+    found, told = read_hardware(), again(Path("/"), tmp_path / "here.json")
+    assert (told.host, told.processor, told.cpus) == (found.host, found.processor, found.cpus)
+    assert [one.name for one in told.interfaces] == [one.name for one in found.interfaces]
+    assert told.pci == found.pci
+
+
+def test_what_marks_one_machine_out_of_all_is_not_recorded(tmp_path: Path) -> None:
+    machine = roce(tmp_path)
+    bridge = "sys/devices/pci0000:10/0000:10:01.0"
+    serial = bytes.fromhex("c0ffee00ab1e5e71")
+    # A serial number is another capability of the same space as access control.
+    config = bytearray(4096)
+    config[0x100:0x104] = (0x0003 | 1 << 16 | 0x140 << 20).to_bytes(4, "little")
+    config[0x104:0x10C] = serial
+    config[0x140:0x148] = (0x000D | 1 << 16).to_bytes(4, "little") + bytes.fromhex("00001d00")
+    machine.write(f"{bridge}/config", bytes(config))
+    net = next((tmp_path / "sys").glob("devices/**/net/ens1f0")).relative_to(tmp_path)
+    secrets = {
+        f"{net}/address": "0c:42:a1:7b:00:01",
+        f"{net}/uevent": "INTERFACE=ens1f0\nID=secret-of-uevent",
+        "sys/class/dmi/id/product_serial": "SERIAL-1234",
+        "proc/driver/nvidia/gpus/0000:13:00.0/information": "Model: \t\t NVIDIA A100\nGPU UUID: \t GPU-5ec2e7",
+        "proc/driver/nvidia/version": "NVRM version: 550\nGCC version: secret-of-gcc",
+        "etc/hosts": "127.0.0.1 localhost\n10.9.8.7 secret-of-hosts",
+        "proc/net/if_inet6": "fe800000000000000e42a1fffe7b0001 02 40 20 80   ens1f0",
+    }
+    for path, text in secrets.items():
+        machine.write(path, text)
+    machine.finish()
+    text = record(tmp_path)
+    for secret in ("a1ff", "0c:42", "e71", "SERIAL", "5ec2e7", "secret-of", "c0ffee"):
+        assert secret not in text.lower().replace("serial numbers", "") or (secret == "SERIAL" and secret not in text)
+    (tmp_path / "recording.json").write_text(text)
+    with opened(tmp_path / "recording.json") as root:
+        found = read_hardware(root)
+    assert found.pci["0000:10:01.0"].redirects is True
+    assert found.gpus[0].name == "NVIDIA A100 80GB PCIe"
+    interface = found.interface("ens1f0")
+    assert interface is not None
+    assert "fe80::" in interface.addresses[1]
+    # Two ports of one card's address have the same number for it, others have another.
+    assert len({gid.value for gid in found.rdma[0].gids}) == 2
+
+
+def test_a_bridge_without_access_control_is_told_from_one_that_cannot_be_read(tmp_path: Path) -> None:
+    machine = dgx(tmp_path)
+    machine.write("sys/devices/pci0000:10/0000:10:01.0/config", bytes(4096))
+    machine.write("sys/devices/pci0000:20/0000:20:01.0/config", bytes(64))
+    machine.finish()
+    told = again(tmp_path, tmp_path / "recording.json")
+    assert [told.pci[f"0000:{bus}:01.0"].redirects for bus in ("10", "20", "30")] == [False, None, None]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"meshwright recording": 2}, "meshwright recording"),
+        ({"folders": {"../outside": {"a": "b"}}}, "leads out"),
+        ({"folders": {"/tmp/outside": {"a": "b"}}}, "leads out"),
+        ({"folders": {"sys": {"../a": "b"}}}, "no name"),
+        ({"folders": {"sys": {"up": ["../../outside"]}}}, "leads out"),
+        ({"folders": {"sys": {"up": ["/etc"]}}}, "leads out"),
+        ({"folders": {"a/b": {"up": ["../.."]}, "sys": {"far": ["../a/b/up/.."]}}}, "leads out"),
+        ({"folders": []}, "no recording"),
+        ({"access control": {"../x": ""}}, "leads out"),
+        ({"access control": {"sys/config": "zz"}}, "no recording"),
+        ({"folders": {"sys": {"up": []}, "proc": {}}}, "'up' in sys is neither a file's text nor a link"),
+        ({"folders": {"sys": {}, "proc": {"cpuinfo": 5}}}, "'cpuinfo' in proc is neither"),
+        ({"folders": {"sys": {}}}, "it has no proc"),
+        ({"folders": {}}, "it has no sys"),
+        ({"nvml": [{"index": 0}]}, "what NVML answered is damaged"),
+        ({"nvml": 3}, "what NVML answered is damaged"),
+    ],
+)
+def test_a_file_that_is_no_recording_or_leads_out_of_its_folder_is_refused(
+    changed: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    parts = {"meshwright recording": 1, "about": "", "folders": {"sys": {}, "proc": {}}, "access control": {}}
+    file = tmp_path / "recording.json"
+    file.write_text(json.dumps({**parts, **changed}))
+    (tmp_path / "in").mkdir()
+    with pytest.raises(UserError, match=said):
+        lay_out(file, tmp_path / "in")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "recording.json"]
+
+
+def test_files_that_recorded_settings_name_are_there_in_the_recording(tmp_path: Path) -> None:
+    machine = dgx(tmp_path / "root")
+    named = {"NCCL_TOPO_FILE": "/srv/nccl/topology.xml", "NCCL_GRAPH_FILE": "/srv/nccl/gone.xml"}
+    named["NCCL_DEBUG_FILE"] = "/srv/logs/%h.log"
+    machine.write("etc/nccl.conf", "\n".join(f"{name}={path}" for name, path in named.items()))
+    machine.write("srv/nccl/topology.xml", "<system/>")
+    machine.write("srv/logs/other.log", "what others wrote")
+    machine.finish()
+    file = tmp_path / "recording.json"
+    file.write_text(record(tmp_path / "root"))
+    with opened(file) as root:
+        assert (root / "srv/nccl/topology.xml").is_file()
+        assert not (root / "srv/nccl/gone.xml").exists()
+        assert (root / "srv/logs").is_dir()
+    assert "<system/>" not in file.read_text()
+    assert "other" not in file.read_text()
+
+
+def test_lists_without_an_end_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "recording.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="no recording"), opened(file):
+        pass
+
+
+def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    laptop(tmp_path / "root").finish()
+    file = tmp_path / "recording.json"
+    file.write_text(record(tmp_path / "root")[:-20])
+    with pytest.raises(UserError, match="no recording"), opened(file):
+        pass
