@@ -27,6 +27,10 @@ class _Section(BaseModel):
     )
 
 
+AUTO_STEPS: Literal["auto"] = "auto"
+"""A number of steps that follows from the run."""
+
+
 def free(default: Any, **constraints: Any) -> Any:
     """A setting that may change when a run is resumed: it does not alter what has been computed so far."""
     return Field(default=default, json_schema_extra={"free": True}, **constraints)
@@ -241,8 +245,9 @@ class CommSection(_Section):
     """MiB of gradients that travel together, while the backward pass goes on: buckets of that size where each rank sums
     them whole, and as many layers as hold so much with zero=2, tp, pp or ep. None is 25, and single layers there; auto
     measures what a sum takes and chooses."""
-    compress_after: int = Field(default=0, ge=0)
-    """Steps in which gradients travel whole before a strategy's `compress` begins: the first ones change most."""
+    compress_after: Annotated[int, Field(ge=0)] | Literal["auto"] = AUTO_STEPS
+    """Steps in which gradients travel whole before a strategy's `compress` begins: the first ones change most. auto is
+    0 for fp16, bf16 and int8, and 70% to 90% of the run's steps for powersgd and topk (docs/communication.md)."""
 
 
 class CheckpointSection(_Section):

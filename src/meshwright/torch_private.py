@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -107,11 +108,26 @@ def start_compiler_processes() -> None:
 
 
 def graph_breaks() -> dict[str, int]:
-    """Where compiled code fell apart: the reason, and how often."""
+    """Where compiled code fell apart, or is not compiled at all: the reason with what it was about, and how often."""
     # Takes a second to import.
     from torch._dynamo.utils import counters
 
-    return {str(reason).splitlines()[0]: count for reason, count in counters["graph_break"].items()}
+    found: Counter[str] = Counter()
+    # What is left as it is as a whole (the first operation breaks it, or it was compiled too often) is no break.
+    for kind in ("graph_break", "unimplemented"):
+        for reason, count in counters[kind].items():
+            found[_reason_in_short(str(reason))] += count
+    return dict(found)
+
+
+def _reason_in_short(text: str) -> str:
+    """What the compiler says in a first line, and of what: an operation, a function."""
+    first, *others = (line.strip() for line in text.splitlines() or [""])
+    said = "Developer debug context:"
+    about = next((line.removeprefix(said).strip() for line in others if line.startswith(said)), "")
+    # Further on are paths of this machine.
+    about = about.partition(", skip reason")[0]
+    return f"{first}: {about}" if about else first
 
 
 def without_modes() -> Any:

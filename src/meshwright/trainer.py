@@ -84,7 +84,7 @@ def standard_hooks(config: RunConfig, others: Sequence[Hook] = ()) -> list[Hook]
     if config.observe.mlflow:
         hooks.append(Export(MLflow))
     if config.observe.prometheus is not None:
-        hooks.append(Prometheus())
+        hooks.append(Prometheus(recorder.metrics))
     hooks += others
     hooks += [Console(), TellTravel()]
     if config.observe.sample is not None:
@@ -93,7 +93,7 @@ def standard_hooks(config: RunConfig, others: Sequence[Hook] = ()) -> list[Hook]
     plan = PlanFile()
     hooks.append(plan)
     if config.observe.profile_steps is not None:
-        hooks.append(Profiler(config.observe.profile_steps))
+        hooks.append(Profiler(config.observe.profile_steps, recorder.look_at))
     # Saves are the first at the end: what others say then is said of a run that is saved. After them only who times
     # it all, and who compares these times.
     return [*hooks, saves, recorder, StragglerWatch(recorder.take_steps, plan)]

@@ -44,7 +44,7 @@ def bytes_on_the_wire(world: World, kinds: list[str]) -> dict[str, dict[str, flo
         parts = flat.split([torch.Size(shape).numel() for shape in SHAPES])
         bucket = Bucket(flat, [part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)], list("abc"))
         one = compressor(Compression.parse("bf16" if kind == "none" else kind), group, sum_over(group))
-        one.waits = kind == "none"
+        one.whole_steps = 1 if kind == "none" else 0
         one(bucket)
         dist.barrier()
         before, counted = int(counter.read_text()), one.sent
@@ -60,6 +60,7 @@ def step_with(world: World, kind: str, bucket_mb: float | None = None) -> Callab
     """Does a training step, and gives its seconds."""
     settings = [f"train.global_batch={SAMPLES * world.size}", f"data.sequence_length={TOKENS}"]
     settings += [f"comm.bucket_mb={bucket_mb}"] if bucket_mb else []
+    settings.append("comm.compress_after=0")
     strategy = Strategy.parse(f"dp={world.size} compress={kind}", world.size)
     step = TrainingStep(load_config(None, settings), SPEC, strategy, world)
     tokens = torch.randint(SPEC.vocab_size, (1, SAMPLES, TOKENS + 1))
@@ -112,7 +113,7 @@ def overlap(world: World, bucket_mb: float) -> dict[str, float]:
 
     for _ in range(2):
         backward(last=True)
-    rows = [(backward(last=False), sums(), backward(last=True)) for _ in range(5)]
+    rows = [(backward(last=False), sums(), backward(last=True)) for _ in range(11)]
     passes, alone, both = (median(column) for column in zip(*rows, strict=True))
     return {"backward": passes, "sums": alone, "both": both, "buckets": len(buckets)}
 

@@ -24,10 +24,7 @@ pytestmark = pytest.mark.alone
 
 MBIT = 200
 WITHIN = 0.15
-QUICK = ("--warm-up", "1", "--iters", "12")
-BY_CHANCE = ("reduce_scatter", "all_gather", "all_to_all")
-"""Two ranks that exchange something in gloo's own take turns or not, by who is a moment later: no time of them is met
-again. Their lines lie between the two."""
+QUICK = ("--warm-up", "1", "--iters", "20")
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +68,6 @@ def test_lines_predict_fresh_measurements_and_plans_use_them(
         rows = [row for row in fresh["rows"] if row["operation"] == operation]
         times = Line(*(line[name] for name in Line._fields))
         expected = [times.seconds(row["bytes"] * bus_factor(operation, ranks)) for row in rows]
-        if operation in BY_CHANCE:
-            at_once = [each * row["bytes"] / 2 / (MBIT * 1e6 / 8) for row in rows]
-            shares = [one / least for one, least in zip(expected, at_once, strict=True)]
-            assert all(0.6 < share < 3 for share in shares), (line, shares)
-            continue
         assert median_off(expected, rows) < WITHIN, (line, rows)
         # A link carries no more than it may, whatever is fitted.
         share = (line["beyond"] or line["bandwidth"]) / (MBIT * 1e6 / 8)

@@ -101,6 +101,21 @@ def test_collectives_are_measured_and_written(meshwright: CommandLine, tmp_path:
     assert {line["operation"] for line in found["lines"]} == {"all_reduce", "send_receive"}
 
 
+@pytest.mark.parametrize("what", [["all_reduce"], ["--algorithms"]])
+def test_results_that_nobody_looked_at_are_not_called_right(what: list[str], meshwright: CommandLine) -> None:
+    result = meshwright("bench", "comm", *what, "-b", 8, "-e", 8, "--iters", 1, "--warm-up", 0, "--no-check")
+    assert result.returncode == 0, result.stderr
+    assert "out of bounds values: not looked for (--no-check)" in result.stdout
+    assert "OK" not in result.stdout
+
+
+def test_one_size_and_one_call_do_not_tell_lines_and_spreads(meshwright: CommandLine) -> None:
+    result = meshwright("bench", "comm", "all_reduce", "-b", 8, "-e", 8, "--iters", 1)
+    assert result.returncode == 0, result.stderr
+    assert "latency and bus bandwidth: not known from one size; -b and -e further apart" in result.stdout
+    assert "N/A" in result.stdout.split("(GB/s)   (GB/s)")[1].splitlines()[1]
+
+
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_measured(
     meshwright: CommandLine, tmp_path: Path
 ) -> None:

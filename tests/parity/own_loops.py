@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import meshwright as mw
 from meshwright.checkpoint.training_state import state_tensors
+from meshwright.comm.travel import Travel
 from meshwright.models.parts import whole
 from meshwright.parallel import parallelize
 from meshwright.parallel.batch_sampler import BatchSampler, cut_evenly
@@ -170,14 +171,19 @@ def loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def make(
-    kind: str, strategy: str, seed: int = 0, together: int | None = None, device: torch.device | str = "cpu"
+    kind: str,
+    strategy: str,
+    seed: int = 0,
+    together: int | None = None,
+    device: torch.device | str = "cpu",
+    travel: Travel | None = None,
 ) -> Parallel:
     """Layers are gathered together until they have `together` parameters; a million where nothing is said."""
     torch.manual_seed(seed)
     units = units_of if together is None else partial(units_of, least=together)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parallelize, "units_of", units)
-        return mw.parallelize(MODELS[kind]().double().to(device), strategy)
+        return mw.parallelize(MODELS[kind]().double().to(device), strategy, travel=travel)
 
 
 def train_plainly(world: World, kind: str, micro_steps: int = 1, samples: int = 22, batch: int = 8) -> Trace:
@@ -249,12 +255,14 @@ def finish(trace: Trace, parallel: Parallel, optimizer: torch.optim.Optimizer) -
     }
 
 
-def go_on(world: World, kind: str, strategy: str, folder: str, first: int, last: int) -> Trace:
+def go_on(
+    world: World, kind: str, strategy: str, folder: str, first: int, last: int, compress_after: int | None = None
+) -> Trace:
     """Steps [first, last) of one training, from the checkpoint of step `first`, with one at the end.
 
     All batches of an epoch are fetched ahead.
     """
-    parallel = make(kind, strategy, seed=world.rank + 7 * first)
+    parallel = make(kind, strategy, seed=world.rank + 7 * first, travel=Travel(compress_after=compress_after))
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, eps=1e-6)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     dataset = images(22)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 
 import pytest
 import torch
@@ -143,11 +145,38 @@ def test_a_check_needs_little_memory_and_sees_the_last_number(pool: RankPool) ->
 
 def counted_calls(world: World, warm_up: int, calls: int) -> tuple[int, int]:
     made = []
-    seconds, told = seconds_of(lambda: made.append(1), Asked((), (), None, warm_up=warm_up, calls=calls), world)
-    assert seconds >= 0
-    return len(made), told
+    timed = seconds_of(lambda: made.append(1), Asked((), (), None, warm_up=warm_up, calls=calls), world)
+    assert timed.seconds >= 0
+    return len(made), timed.calls
 
 
 @pytest.mark.parametrize(("warm_up", "calls"), [(0, 1), (5, 1), (2, 2), (0, 7), (1, 20)])
 def test_as_many_calls_are_made_as_were_asked_for(warm_up: int, calls: int, pool: RankPool) -> None:
     assert pool.run(counted_calls, 2, warm_up, calls) == [(warm_up + calls, calls)] * 2
+
+
+def time_calls(world: World, late: int | None) -> tuple[float, float, float | None]:
+    """The time of a call, the mean and the quickest quarter's, of calls of 20 ms on the last rank, of which one may
+    take 400. The first one is done with four calls at once, as one that only sends."""
+    calls = itertools.count()
+
+    def work() -> None:
+        call = next(calls)
+        if world.rank == world.size - 1:
+            time.sleep(0.4 if call == late else 0.02)
+        elif call % 4 == 3:
+            time.sleep(0.08)
+
+    timed = seconds_of(work, Asked((), (), None, warm_up=0, calls=16), world)
+    return timed.seconds, timed.mean_s, timed.quick_s
+
+
+@pytest.mark.alone
+def test_a_call_takes_as_long_as_most_calls_do_until_all_ranks_are_done(pool: RankPool) -> None:
+    for seconds, mean, quick in pool.run(time_calls, 2, None):
+        assert seconds == pytest.approx(0.02, rel=0.3)
+        assert mean == pytest.approx(0.02, rel=0.3)
+        assert quick == pytest.approx(0.02, rel=0.3)
+    for seconds, mean, _ in pool.run(time_calls, 2, 8):
+        assert seconds == pytest.approx(0.02, rel=0.3)
+        assert mean > 0.03

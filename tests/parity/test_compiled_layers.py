@@ -6,27 +6,35 @@ saves what flash attention saves.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.cluster.cluster import parse_cluster
 from meshwright.estimate.kept import FLOAT32, Kept
 from meshwright.models import stacked_experts
 from meshwright.models.decoder import Decoder
+from meshwright.models.parts import local_of
 from meshwright.models.presets import preset
 from meshwright.models.rope import angles
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel import compile
+from meshwright.parallel.mesh import make_mesh
+from meshwright.parallel.parallelize import parallelize
+from meshwright.parallel.precision import Precision
 from meshwright.parallel.world import World
 from meshwright.planning.layer_memory import kept_by_layer, layer_work
 from meshwright.planning.question import Question
 from meshwright.planning.scenario import Layout
+from meshwright.strategy import Strategy
 from meshwright.verify.pool import RankPool
 
+BACKEND = "aot_eager_decomp_partition"
 SAMPLES, LENGTH = 2, 272
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -70,17 +78,46 @@ def spec_of(changes: dict[str, Any]) -> ModelSpec:
 
 def kept_bytes(_: World, spec: ModelSpec, stored: torch.dtype, recompute: str) -> int:
     """Bytes that a layer's forward pass saves, without the parameters themselves and the angles."""
+    start_counting()
+    model = Decoder(spec).to(stored)
+    compile.apply([model.model.layers["0"]], recompute, backend=BACKEND)
+    found = saved_by(model)
+    assert not compile.breaks()
+    return found
+
+
+def kept_by_rank(world: World, spec: ModelSpec, text: str) -> int:
+    """The same of a layer whose experts are on several ranks; it falls into pieces where these send each other rows."""
+    start_counting()
+    strategy = Strategy.parse(text, world.size)
+    model = Decoder(spec)
+    real = compile.apply
+    compile.apply = partial(real, backend=BACKEND)  # type: ignore[assignment]
+    try:
+        mesh, precision = make_mesh(strategy, "cpu"), Precision(param=torch.bfloat16)
+        parallelize(model, strategy, mesh, precision=precision, reduction="sum", compiled=True)
+    finally:
+        compile.apply = real
+    # Once for the shapes as they are, once for any number of rows.
+    return [saved_by(model, world.rank + 10 * turn) for turn in range(3)][-1]
+
+
+def start_counting() -> None:
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
     # Of tests before this one.
     counters.clear()
-    model = Decoder(spec).to(stored)
-    block: nn.Module = model.model.layers["0"]
-    compile.apply([block], recompute, backend="aot_eager_decomp_partition")
-    x = torch.randn(SAMPLES, LENGTH, spec.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+
+
+def saved_by(model: Decoder, seed: int = 0) -> int:
+    """Bytes that are saved by the one layer of a model."""
+    spec, block = model.spec, model.model.layers["0"]
+    x = torch.randn(SAMPLES, LENGTH, spec.hidden_size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    x.requires_grad_()
     rope = angles(spec, torch.arange(LENGTH)[None], torch.bfloat16) if spec.positions == "rope" else None
-    known = {value.untyped_storage().data_ptr() for value in (*model.parameters(), *model.buffers(), *(rope or ()))}
+    held = (local_of(value) for value in (*model.parameters(), *model.buffers(), *(rope or ())))
+    known = {value.untyped_storage().data_ptr() for value in held}
     found: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -95,7 +132,6 @@ def kept_bytes(_: World, spec: ModelSpec, stored: torch.dtype, recompute: str) -
             y = block(x, rope)
     finally:
         stacked_experts.can_group = real
-    assert not compile.breaks()
     y.sum().backward()
     return sum(tensor.untyped_storage().nbytes() for at, tensor in found.items() if at not in known)
 
@@ -113,3 +149,15 @@ def test_what_a_compiled_layer_keeps_is_planned(
     sparse = spec.experts is not None
     planned = sum(kept_by_layer(scenario, layer_work(scenario, sparse), sparse, again=False))
     assert planned == pytest.approx(counted, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["dp=2 ep=2 zero=1", "dp=4 ep=4 zero=3"])
+def test_what_a_compiled_layer_keeps_is_planned_where_ranks_share_the_experts(text: str, pool: RankPool) -> None:
+    spec, count = spec_of({"experts": "8 x 448"}), Strategy.processes(text) or 1
+    counted = pool.run(kept_by_rank, count, spec, text)
+    question = Question(spec, parse_cluster(f"{count}xh200"), LENGTH, SAMPLES * count)
+    # The mean of all ranks: together they have as many rows as without it.
+    scenario = replace(question.scenario(Strategy.parse(text, count), SAMPLES), imbalance=1.0)
+    planned = sum(kept_by_layer(scenario, layer_work(scenario, True), True, again=False))
+    assert planned == pytest.approx(sum(counted) / count, rel=0.02)

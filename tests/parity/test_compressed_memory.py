@@ -99,7 +99,8 @@ class _AtOnce:
 
 def peak_of(world: World, text: str, tokens: int) -> int:
     """Most bytes of tensors that were alive at once in some steps of training."""
-    case = Case(DENSE, text, 2, precision="float32", micro_steps=1, batch=4, tokens=tokens)
+    at_once: dict[str, dict[str, object]] = {"comm": {"compress_after": 0}}
+    case = Case(DENSE, text, 2, precision="float32", micro_steps=1, batch=4, tokens=tokens, settings=at_once)
     with patch.object(buckets, "ThreadPoolExecutor", _AtOnce), LiveMemory() as live:
         step = step_of(world, case)
         for number in range(3):

@@ -46,13 +46,17 @@ def test_training_goes_on_under_other_strategies(
         first = last
 
 
+@pytest.mark.parametrize("after", [0, 4])
 @pytest.mark.parametrize("compress", ["topk:0.05", "powersgd:1"])
-def test_gradients_that_were_not_sent_go_on_bit_for_bit(compress: str, pool: RankPool, tmp_path: Path) -> None:
+def test_gradients_that_were_not_sent_go_on_bit_for_bit(
+    compress: str, after: int, pool: RankPool, tmp_path: Path
+) -> None:
+    """Also where compression begins after the checkpoint: at the same step."""
     strategy = f"dp=2 compress={compress}"
-    whole = pool.run(go_on, 2, "branches", strategy, str(tmp_path / "whole"), 0, 6)
-    pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 0, 3)
+    whole = pool.run(go_on, 2, "branches", strategy, str(tmp_path / "whole"), 0, 6, after)
+    pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 0, 3, after)
     for found, expected in zip(
-        pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 3, 6), whole, strict=True
+        pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 3, 6, after), whole, strict=True
     ):
         assert found.losses == expected.losses[3:]
         for name, value in found.held.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -26,7 +27,7 @@ def row(operation: str = "all_reduce", ranks: int = 8, size: int = 8388608, seco
 
 
 def test_known_values_are_printed_as_nccl_tests_prints_them() -> None:
-    assert str(row()).split() == ["8388608", "2097152", "float32", "1243.2", "6.75", "11.81", "0"]
+    assert str(row()).split() == ["8388608", "2097152", "float32", "1243.2", "6.75", "11.81", "0", "N/A"]
     assert row("all_gather").bus_gb_s == pytest.approx(6.7476 * 7 / 8, rel=1e-4)
     assert row("broadcast").bus_gb_s == row("send_receive").bus_gb_s == row().algorithm_gb_s
 
@@ -110,3 +111,10 @@ def test_settings_name_all_algorithms_and_are_by_default_what_pytorch_does() -> 
     assert set(get_args(names)) == {BACKEND, *ALGORITHMS}
     section = CommSection()
     assert Travel(section.allreduce, section.bucket_mb) == Travel()
+
+
+def test_a_row_tells_how_far_its_calls_lie_apart() -> None:
+    told = replace(row(seconds=2e-3), mean_s=2.5e-3, quick_s=1.9e-3, slow_s=2.3e-3)
+    assert told.spread == pytest.approx(0.2)
+    assert str(told).split()[-1] == "20%"
+    assert told.as_json()["spread"] == told.spread

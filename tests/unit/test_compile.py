@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.precision import Precision
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
+from meshwright.training.compiled import TellBreaks
 from meshwright.verify.parity import Case, run_case, step_of
 from tests.unit.specs import SPECS, small
 
@@ -147,7 +149,24 @@ def test_what_the_compiler_cannot_take_in_one_piece_is_named() -> None:
     assert found == pytest.approx(expected, rel=1e-5)
     assert_close(ours, gradients, 1e-4)
     # The loop over experts, which a CPU has in place of grouped products, waits for counts.
-    assert any("ata" in reason for reason in compile.breaks()), compile.breaks()
+    assert any("ata" in reason and ": aten." in reason for reason in compile.breaks()), compile.breaks()
+
+
+def test_what_is_no_longer_compiled_is_told_when_it_comes_to_that() -> None:
+    """Compiled for a word of each length, until the compiler has had enough of it."""
+    told: list[dict[str, Any]] = []
+    folder = SimpleNamespace(event=lambda name, **fields: told.append(fields))
+    trainer: Any = SimpleNamespace(
+        one_step=SimpleNamespace(compiled=True), breaks={}, world=World(), job=SimpleNamespace(folder=folder), step=1
+    )
+    hook = TellBreaks()
+    compiled = torch.compile(lambda x, word: x + len(word), backend="eager")
+    for trainer.step in range(1, 13):
+        compiled(torch.ones(1), "a" * trainer.step)
+        hook.after_step(trainer, {"step_s": 1.0})
+    assert [event["step"] for event in told] == [1, torch._dynamo.config.recompile_limit + 1]
+    assert told[0]["breaks"] == {}
+    assert any("limit" in reason for reason in told[1]["breaks"]), told
 
 
 @pytest.mark.usefixtures("quick")

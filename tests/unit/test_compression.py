@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,21 @@ def test_a_plan_tells_of_compression_that_saves_nothing(capsys: pytest.CaptureFi
     for kind, told in (("topk:0.9", True), ("topk:0.01", False)):
         assert main([*asked, "--strategy", f"dp=4 compress={kind}"]) == 0
         assert ("sends 360% of what gradients are uncompressed" in capsys.readouterr().out) == told
+
+
+def test_a_plan_tells_of_the_steps_before_compression(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    slow = tmp_path / "slow.toml"
+    slow.write_text('chip = "h100"\nnodes = 2\ngpus_per_node = 2\nnic = 0.1\n')
+    asked = ["plan", "--model", "gpt2", "--cluster", str(slow), "--seq-len", "1024", "--global-batch", "16", "--json"]
+    found = {}
+    for kind in ("none", "int8", "topk:0.01"):
+        assert main([*asked, "--strategy", f"dp=4 compress={kind}"]) == 0
+        found[kind] = json.loads(capsys.readouterr().out)
+    whole, less = (found[kind]["candidates"][0]["step_time_s"] for kind in ("none", "topk:0.01"))
+    assert less < 0.5 * whole
+    told = f"topk begins after 80% of a run (comm.compress_after=auto), whose steps take {whole:.3g} s before, "
+    assert any(f"{told}{0.8 * whole + 0.2 * less:.3g} s on average" in line for line in found["topk:0.01"]["why"])
+    assert not any("begins after" in line for line in (*found["none"]["why"], *found["int8"]["why"]))
 
 
 def test_known_sizes() -> None:

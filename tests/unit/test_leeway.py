@@ -88,7 +88,7 @@ def test_another_way_to_travel_is_another_question(tmp_path: Path) -> None:
     assert ring == tree
 
 
-def decide(config: RunConfig, seen: Seen, tried: list[list[Any]], ranks: int) -> str | None:
+def decide(config: RunConfig, seen: Seen, tried: list[list[Any]], ranks: int, whole_steps: int = 0) -> str | None:
     """What a run on so many ranks of which it has seen that changes to."""
     planned = Planned(config, config, ranks, ranks)
     folder = RunFolder(config.run.dir)
@@ -96,7 +96,8 @@ def decide(config: RunConfig, seen: Seen, tried: list[list[Any]], ranks: int) ->
     folder.plan.write_text(json.dumps({"strategy": planned.strategy, "tried": tried}))
     job = SimpleNamespace(folder=folder, strategy=Strategy.parse(planned.strategy, ranks))
     world = cast(World, SimpleNamespace(size=ranks))
-    trainer: Any = SimpleNamespace(job=job, planned=planned, config=config, world=world, step=16)
+    one_step = SimpleNamespace(whole_steps=whole_steps)
+    trainer: Any = SimpleNamespace(job=job, planned=planned, config=config, world=world, step=16, one_step=one_step)
     switch = Retune()._decide(trainer, seen)
     held = str(json.loads(folder.plan.read_text())["strategy"])
     assert held == (planned.strategy if switch is None else str(switch.strategy))
@@ -116,6 +117,17 @@ def test_a_run_is_not_retuned_to_what_its_settings_refuse(tmp_path: Path) -> Non
         assert decide(config, slow, [], 2) in (None, "dp=2", "dp=2 zero=1")
         # What was faster under other settings does not stand in the way of the next.
         assert decide(config, slow, [[free, 1, 0.1], ["dp=2", 1, 0.5]], 2) == "dp=2"
+
+
+def test_steps_that_go_whole_are_held_against_a_strategy_that_sends_all(tmp_path: Path) -> None:
+    named = ("parallel.strategy=dp=2 compress=topk:0.01", "parallel.retune=true", "train.global_batch=4")
+    config = configured(tmp_path, *named)
+    slow = Seen(5.0, [1e-3] * 2, SMALL / 1e6, LARGE / 1e6)
+    plan = RunFolder(config.run.dir).plan
+    assert decide(config, slow, [], 2, whole_steps=16) not in (None, "dp=2")
+    assert [text for text, _, _ in json.loads(plan.read_text())["tried"]] == ["dp=2"]
+    # Of compressed steps these would be slow for another reason than the links.
+    assert decide(config, slow, [], 2, whole_steps=15) is None
 
 
 def test_a_retune_knows_all_batches_of_a_schedule(tmp_path: Path) -> None:

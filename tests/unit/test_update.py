@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -173,6 +174,45 @@ def agree(case: Case, monkeypatch: pytest.MonkeyPatch, spoil: dict[int, float]) 
     assert ours[2] == theirs[2]
     found: list[dict[str, float]] = ours[0]
     return found
+
+
+@pytest.mark.parametrize("name", ["plain", "experts"])
+def test_once_the_update_is_launched_the_host_reads_nothing_but_the_numbers_on_their_way(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else it reads would make it wait for the update; here how many targets count is not known before."""
+    launched, readers = False, []
+
+    def launch(*how: Any) -> None:
+        nonlocal launched
+        update_if_fit(*how)
+        launched = True
+
+    def watch(method: str) -> None:
+        plain = getattr(Tensor, method)
+
+        def read(tensor: Tensor) -> Any:
+            if launched:
+                readers.append(sys._getframe(1).f_code)
+            return plain(tensor)
+
+        monkeypatch.setattr(Tensor, method, read)
+
+    case = Case(SPECS[name], "auto", 1, "float32", steps=2, batch=4)
+    step = step_of(World(device=torch.device("cpu")), case)
+    batches = [batch_of(case, number, 0, step.strategy) for number in range(2)]
+    counts = [int((batch["tokens"][..., 1:] >= 0).sum()) for batch in batches]
+    monkeypatch.setattr(step_file, "updates_on_device", lambda *_: True)
+    monkeypatch.setattr(step_file, "update_if_fit", launch)
+    for method in ("item", "tolist", "__int__", "__float__", "__bool__", "__index__"):
+        watch(method)
+    for number, batch in enumerate(batches):
+        assert "valid" not in batch
+        launched = False
+        told = step(number, batch)
+        assert told["tokens"] == counts[number]
+        assert ("expert_load_max" in told) == (name == "experts")
+    assert readers == [OnItsWay.read.__code__] * 2
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

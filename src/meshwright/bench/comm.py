@@ -1,7 +1,8 @@
 """Collectives timed through the process groups that training uses: on one rank, while all others do the same.
 
-As in nccl-tests a time is that of many calls in a row, the mean over ranks, and groups of one axis are at work all
-at once, as they are in a step.
+As in nccl-tests calls come in a row, and groups of one axis are at work all at once, as they are in a step. On CPU
+cores a time is the median of the calls and not their mean: over a slow link a call now and then takes several times as
+long as the others, when a packet is lost or two ranks that exchange something take turns, so that no mean is met again.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from meshwright.bench.collectives import OPERATIONS, Collective
 from meshwright.bench.comm_rows import HEADER, UNITS, Row
@@ -60,6 +62,19 @@ class Place:
     def __str__(self) -> str:
         spread = "" if self.inside == self.group.size() else f", {self.inside} of a group in a machine"
         return f"{self.axis}: {self.groups} x {self.group.size()} ranks{spread}"
+
+
+class Timed(NamedTuple):
+    """Seconds of a call, the mean over groups that are at work at once."""
+
+    seconds: float
+    """The median of the calls; on a GPU, whose clock is read once, their mean."""
+    mean_s: float
+    calls: int
+    quick_s: float | None = None
+    """A quarter of the calls took no longer; None on a GPU."""
+    slow_s: float | None = None
+    """A quarter of the calls took as long or longer."""
 
 
 def measure(asked: Asked, out: str | None, world: World) -> None:
@@ -136,10 +151,10 @@ def _row(asked: Asked, operation: str, place: Place, size: int, world: World) ->
         count = max(1, count // group.size()) * group.size()
     one = kind(count, dtype, world.device, group)
     wrong = wrong_of(one, asked, world)
-    seconds, calls = seconds_of(one.run, asked, world)
+    timed = seconds_of(one.run, asked, world, group)
     return Row(
-        operation, place.axis, group.size(), place.groups, count * dtype.itemsize, count, asked.dtype, seconds, calls,
-        wrong, place.inside, place.node,
+        operation, place.axis, group.size(), place.groups, count * dtype.itemsize, count, asked.dtype, timed.seconds,
+        timed.calls, wrong, place.inside, place.node, timed.mean_s, timed.quick_s, timed.slow_s,
     )  # fmt: skip
 
 
@@ -148,23 +163,39 @@ def wrong_of(one: Collective, asked: Asked, world: World) -> int | None:
     return int(world.gather(torch.tensor([one.wrong()])).sum()) if asked.check else None
 
 
-def seconds_of(work: Callable[[], object], asked: Asked, world: World) -> tuple[float, int]:
-    """Of a call, the mean over all ranks; and how many calls that was."""
+def seconds_of(work: Callable[[], object], asked: Asked, world: World, group: dist.ProcessGroup | None = None) -> Timed:
+    """What a call of work that the ranks of a group, else all of them, do together takes."""
     calls = asked.calls
     if asked.warm_up:
-        warm = _timed(work, asked.warm_up, world)
+        warm = _timed(work, asked.warm_up, world, group).mean_s
         calls = min(calls, max(_LEAST, int(_LONG_S / max(warm, 1e-9))))
     # All must do as many.
     calls = int(world.gather(torch.tensor([calls])).min())
-    return _timed(work, calls, world), calls
+    return _timed(work, calls, world, group)
 
 
-def _timed(work: Callable[[], object], calls: int, world: World) -> float:
+def _timed(work: Callable[[], object], calls: int, world: World, group: dist.ProcessGroup | None) -> Timed:
+    ends: list[float] = []
     dist.barrier()
     started = time.perf_counter()
     for _ in range(calls):
         work()
+        ends.append(time.perf_counter() - started)
     if world.device.type == "cuda":
         torch.cuda.synchronize(world.device)
-    spent = (time.perf_counter() - started) / calls
-    return float(world.sum(torch.tensor(spent, dtype=torch.float64))) / world.size
+    spent = torch.tensor((time.perf_counter() - started) / calls, dtype=torch.float64)
+    mean = float(world.sum(spent)) / world.size
+    if world.device.type == "cuda":
+        # Calls are only given to a device: when each is done, it does not tell.
+        return Timed(mean, mean, calls)
+    quick, middle, slow = (world.sum(_quartiles(torch.tensor(ends, dtype=torch.float64), group)) / world.size).tolist()
+    return Timed(middle, mean, calls, quick, slow)
+
+
+def _quartiles(ends: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Of the times from one call to the next, by when each is done on all ranks of the group.
+
+    Not of a rank's own: one that only sends is done with several calls at once, and waits in the next.
+    """
+    dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    return ends.diff(prepend=ends.new_zeros(1)).quantile(ends.new_tensor([0.25, 0.5, 0.75]))

@@ -136,7 +136,7 @@ def _line(asked: Asked, rings: Nodes, world: World) -> Line:
     for size in sorted({*asked.sizes, 8, 1 << 20}):
         one = Around(max(1, size // dtype.itemsize), dtype, world, rings)
         # The mean over all ranks, of whom some do nothing.
-        seconds = seconds_of(one.run, asked, world)[0] * world.size / members
+        seconds = seconds_of(one.run, asked, world).mean_s * world.size / members
         points.append((one.given.nbytes, seconds))
     found = fit(points)
     assert found is not None
@@ -153,7 +153,7 @@ def _rows(
     for name in (BACKEND, *ALGORITHMS):
         one = ByAlgorithm(count, dtype, world.device, dist.group.WORLD, name, nodes)
         wrong = wrong_of(one, asked, world)
-        seconds, _ = seconds_of(one.run, asked, world)
+        seconds = seconds_of(one.run, asked, world).mean_s
         reference = seconds if name == BACKEND else reference
         expected = seen = planned = None
         if name != BACKEND:

@@ -14,7 +14,7 @@ from meshwright.errors import UserError
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _LEAST_KEPT = 1 << 16
-HEADER = f"{'size':>12}{'count':>12}{'type':>10}{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}"
+HEADER = f"{'size':>12}{'count':>12}{'type':>10}{'time':>11}{'algbw':>9}{'busbw':>9}{'#wrong':>8}{'spread':>8}"
 UNITS = f"{'(B)':>12}{'(elements)':>12}{'':>10}{'(us)':>11}{'(GB/s)':>9}{'(GB/s)':>9}"
 
 
@@ -32,7 +32,7 @@ class Row:
     count: int
     dtype: str
     seconds: float
-    """Of a call, the mean over all ranks."""
+    """Of a call, the median; on a GPU the mean."""
     calls: int
     wrong: int | None
     """Elements on all ranks that were wrong; None where nobody looked."""
@@ -40,6 +40,19 @@ class Row:
     """Ranks of a group that share a machine."""
     node: int
     """Ranks of a machine."""
+    mean_s: float | None = None
+    """Of a call, the mean, as nccl-tests has it."""
+    quick_s: float | None = None
+    """A quarter of the calls took no longer; None where single calls are not timed."""
+    slow_s: float | None = None
+    """A quarter of the calls took as long or longer."""
+
+    @property
+    def spread(self) -> float | None:
+        """How far the middle half of the calls lies apart, as a share of the time; None of one call."""
+        if self.quick_s is None or self.slow_s is None or self.seconds <= 0 or self.calls < 2:
+            return None
+        return (self.slow_s - self.quick_s) / self.seconds
 
     @property
     def algorithm_gb_s(self) -> float:
@@ -53,14 +66,16 @@ class Row:
 
     def __str__(self) -> str:
         wrong = "N/A" if self.wrong is None else str(self.wrong)
+        spread = "N/A" if self.spread is None else f"{self.spread:.0%}"
         return (
             f"{self.bytes:12d}{self.count:12d}{self.dtype:>10}{_time(self.seconds * 1e6):>11}"
-            f"{self.algorithm_gb_s:9.2f}{self.bus_gb_s:9.2f}{wrong:>8}"
+            f"{self.algorithm_gb_s:9.2f}{self.bus_gb_s:9.2f}{wrong:>8}{spread:>8}"
         )
 
     def as_json(self) -> dict[str, Any]:
         """For files."""
-        return asdict(self) | {"algorithm_gb_s": self.algorithm_gb_s, "bus_gb_s": self.bus_gb_s}
+        derived = {"algorithm_gb_s": self.algorithm_gb_s, "bus_gb_s": self.bus_gb_s, "spread": self.spread}
+        return asdict(self) | derived
 
 
 def _time(us: float) -> str:

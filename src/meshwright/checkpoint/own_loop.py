@@ -26,8 +26,9 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.training_state import model_tensors, parts_of, restore
-from meshwright.checkpoint.unsent import left_out, restore_unsent, unsent_parts
+from meshwright.checkpoint.unsent import has_unsent, left_out, restore_unsent, unsent_parts
 from meshwright.comm.compression import NONE
+from meshwright.comm.compressors import Compressor
 from meshwright.errors import CheckpointError, UserError
 from meshwright.models.decoder import Decoder
 from meshwright.parallel.exchange import Exchange
@@ -60,6 +61,7 @@ def save(
         state={
             "loop": dict(state),
             "steps": parallel.loop.steps,
+            "travelled": parallel.loop.steps if compressor is None else compressor.steps_done,
             "optimizer": None if optimizer is None else _described(optimizer),
             **parallel.loss_scale.state(),
         },
@@ -189,6 +191,8 @@ def _fill(parallel: Parallel, reader: CheckpointReader, optimizer: torch.optim.O
         _ = parallel.replica
     if restore_unsent(reader, parallel.module, parallel.compressor) and parallel.exchange.is_first:
         print(f"meshwright: {left_out(reader.manifest.step, parallel.strategy)}", file=sys.stderr, flush=True)
+    if parallel.compressor is not None:
+        parallel.compressor.begin_step(_travelled(reader.manifest, parallel.compressor))
     if optimizer is not None:
         for group, told in zip(optimizer.param_groups, reader.manifest.state["optimizer"]["groups"], strict=True):
             for name, value in told.items():
@@ -197,6 +201,13 @@ def _fill(parallel: Parallel, reader: CheckpointReader, optimizer: torch.optim.O
                     held.fill_(value)
                 else:
                     group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _travelled(manifest: Manifest, compressor: Compressor) -> int:
+    """Steps whose gradients have travelled; compression that has begun goes on where that was not noted yet."""
+    noted: int = manifest.state.get("steps", manifest.step)
+    least = max(noted, compressor.whole_steps) if has_unsent(manifest) else noted
+    return int(manifest.state.get("travelled", least))
 
 
 def _together(exchange: Exchange, work: Callable[[], Result]) -> Result:

@@ -37,6 +37,11 @@ def _row(one: Tensor, rank: int, ranks: int) -> Held:
     return Held(one[None], (rank, *(0 for _ in one.shape)), (ranks, *one.shape))
 
 
+def has_unsent(manifest: Manifest) -> bool:
+    """Whether gradients were compressed before, by a kind that leaves something over."""
+    return any(name.startswith(f"{UNSENT}.") for name in manifest.tensors)
+
+
 def check_unsent(manifest: Manifest, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise unless what is remembered is of the model's parameters, so that nothing larger is ever allocated."""
     for name, entry in manifest.tensors.items():
@@ -54,7 +59,7 @@ def restore_unsent(reader: CheckpointReader, model: nn.Module, compressor: Compr
     """Take up what was not sent; gives whether the checkpoint has such and this run cannot."""
     tensors = reader.manifest.tensors
     if compressor is None or not compressor.how.remembers:
-        return any(name.startswith(f"{UNSENT}.") for name in tensors)
+        return has_unsent(reader.manifest)
     compressor.unsent.clear()
     compressor.bases.clear()
     lost = False

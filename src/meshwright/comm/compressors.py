@@ -49,8 +49,12 @@ class Compressor(ABC):
     def __init__(self, how: Compression, group: dist.ProcessGroup, total: Sum, dtype: torch.dtype) -> None:
         self.how, self.group, self._total = how, group, total
         self._dtype = dtype
-        self.waits = False
-        """Whether gradients still travel as they are."""
+        self.whole_steps = 0
+        """Steps in which gradients travel as they are, before the first that is compressed."""
+        self.steps = 0
+        """That are done."""
+        self._travelled = False
+        """Whether gradients of the step in hand are under way, or were."""
         self.sent = 0
         """Bytes that this rank has sent; for gathers and exchanges those of rings."""
         self.unsent: dict[str, Tensor] = {}
@@ -60,10 +64,25 @@ class Compressor(ABC):
 
     def __call__(self, bucket: Bucket) -> None:
         """Put the sum over ranks in the place of the bucket's gradients."""
-        if self.waits:
+        self._travelled = True
+        if self.steps < self.whole_steps:
             sum_in(self._dtype, bucket.flat, self.sum)
         else:
             self.reduce(bucket)
+
+    def begin_step(self, step: int) -> None:
+        """So many steps are done, and the next one comes."""
+        self.steps, self._travelled = step, False
+
+    @property
+    def steps_done(self) -> int:
+        """Of which gradients have travelled."""
+        return self.steps + self._travelled
+
+    def begin_pass(self) -> None:
+        """A forward pass: once gradients have travelled it is one of the next step."""
+        if self._travelled:
+            self.begin_step(self.steps + 1)
 
     @abstractmethod
     def reduce(self, bucket: Bucket) -> None:

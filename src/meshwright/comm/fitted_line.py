@@ -18,6 +18,8 @@ Points = Sequence[tuple[float, float]]
 """Bytes over the link, seconds."""
 _TURNS, _NEAR = 30, 1e-3
 """How often a line is drawn anew, and what counts as on it."""
+_ROUNDED = 1e-9
+"""A share of a time that is nothing."""
 _LEAST, _BETTER = 0.05, 0.5
 """A line that is off by less is straight; a bend must take away this share of what it is off."""
 
@@ -31,7 +33,8 @@ def fit(points: Points) -> Line | None:
     # Noise can turn either around; then the other explains all.
     if found[0] < 0:
         found = np.concatenate([[0.0], _nearest(sizes[None], seconds)])
-    if found[1] <= 0:
+    # Of times that are all the same a slope is left that is nothing but rounding.
+    if found[1] * sizes.max() <= _ROUNDED * found[0]:
         (latency,) = _nearest(np.ones_like(sizes)[None], seconds)
         return Line(float(latency), float("inf"))
     return Line(float(found[0]), float(1 / found[1]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.comm.compression import Compression
+from meshwright.comm.whole_steps import whole_steps
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 
@@ -22,12 +23,19 @@ class Travel:
     """The backend's own, or one of `algorithms`, over messages from rank to rank."""
     bucket_mb: float | Auto | None = None
     """MiB of gradients that travel together, while the backward pass goes on; None leaves it to the strategy."""
+    compress_after: int | None = None
+    """Steps in which gradients travel whole before a strategy's `compress` begins; None is for a loop whose length is
+    not known."""
 
     @property
     def bucket_bytes(self) -> float:
         """What a bucket of gradients holds, once it was measured where it is to be."""
         assert self.bucket_mb != "auto"
         return (BUCKET_MB if self.bucket_mb is None else self.bucket_mb) * 2**20
+
+    def whole_steps(self, compression: Compression) -> int:
+        """Steps in which gradients travel whole."""
+        return whole_steps(compression, None) if self.compress_after is None else self.compress_after
 
     def check(self, strategy: Strategy) -> None:
         """Refuse what a strategy has no use for."""
@@ -48,3 +56,5 @@ class Travel:
             )
         if self.bucket_mb is not None and strategy.wrap != "auto":
             raise ConfigError(f"comm.bucket_mb={self.bucket_mb} and wrap={strategy.wrap} say the same: leave one out")
+        if self.compress_after is not None and self.compress_after < 0:
+            raise ConfigError(f"compress_after={self.compress_after} are steps: give a whole number from 0")

@@ -14,7 +14,8 @@ Shapes: N tokens, E experts, K chosen experts per token, C model width; B sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -165,27 +166,43 @@ def mixtures(model: nn.Module) -> Iterator[Mixture]:
     return (module for module in model.modules() if isinstance(module, Mixture))
 
 
-@torch.no_grad()
-def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None, taken: bool = True) -> dict[str, float]:
-    """After an optimizer step: move the balancing biases by the whole step's load (unless the step was not `taken`),
-    and start counting anew.
+@dataclass(frozen=True)
+class StepLoad:
+    """How often a step's tokens have chosen each expert of a model, on all data ranks; still on the device."""
 
-    Gives the metrics of the step: `expert_load_max`, the largest share of an expert in a layer times the number of
-    experts (1 is even), and with a capacity `dropped`, the share of choices that found no room. Where `stages` hold the
-    layers of a model with experts, they must all ask.
+    layers: tuple[tuple[Mixture, Tensor], ...]
+    """This rank's mixtures, and the load of each one's experts."""
+    numbers: Tensor | None
+    """What the metrics are made of; None where no layer of the model is a mixture."""
+
+    @torch.no_grad()
+    def move_biases(self) -> None:
+        """Let the balancing biases answer the load."""
+        for layer, load_E in self.layers:
+            if layer.facts.router_bias_update_rate:
+                layer.expert_bias += layer.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
+
+
+@torch.no_grad()
+def step_load(model: nn.Module, stages: dist.ProcessGroup | None = None) -> StepLoad:
+    """The load of the step whose passes are done; counting starts anew.
+
+    Nobody waits for the device. Where `stages` hold the layers of a model with experts, they must all ask.
     """
     layers = list(mixtures(model))
+    if not layers and stages is None:
+        return StepLoad((), None)
     # The largest share; dropped and all choices; whether there is a capacity.
-    found = torch.zeros(4, dtype=torch.float64)
+    held = layers[0].expert_load if layers else next(model.parameters())
+    found = torch.zeros(4, dtype=torch.float64, device=held.device)
+    loads = []
     if layers:
         counted = torch.cat([count for layer in layers for count in (layer.expert_load, layer.dropped)])
         if layers[0].data_group is not None:
             dist.all_reduce(counted, group=layers[0].data_group)
-        found = found.to(counted.device)
         for layer, count in zip(layers, counted.split([layer.facts.num_experts + 1 for layer in layers]), strict=True):
             load_E = count[:-1]
-            if layer.facts.router_bias_update_rate and taken:
-                layer.expert_bias += layer.facts.router_bias_update_rate * (load_E.double().mean() - load_E).sign()
+            loads.append((layer, load_E))
             found[0] = torch.maximum(found[0], load_E.max() / load_E.double().mean())
             found[1] += count[-1]
             found[2] += load_E.sum()
@@ -193,12 +210,17 @@ def finish_step(model: nn.Module, stages: dist.ProcessGroup | None = None, taken
             layer.dropped.zero_()
         found[3] = float(layers[0].facts.capacity_factor is not None)
     if stages is not None:
-        found = found.to(next(model.parameters()).device)
         each = [torch.empty_like(found) for _ in range(dist.get_world_size(stages))]
         dist.all_gather(each, found, group=stages)
         found = torch.stack(each)
         found = torch.cat((found[:, :1].max(dim=0).values, found[:, 1:].sum(dim=0)))
-    largest, dropped, chosen, has_capacity = found.tolist()
-    if not chosen:
+    return StepLoad(tuple(loads), found)
+
+
+def load_metrics(numbers: Sequence[float]) -> dict[str, float]:
+    """`expert_load_max`, the largest share of an expert in a layer times the number of experts (1 is even), and with a
+    capacity `dropped`, the share of choices that found no room; of what `StepLoad.numbers` holds."""
+    if not numbers or not numbers[2]:
         return {}
+    largest, dropped, chosen, has_capacity = numbers
     return {"expert_load_max": largest} | ({"dropped": dropped / chosen} if has_capacity else {})

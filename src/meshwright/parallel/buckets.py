@@ -46,6 +46,8 @@ def register(
     names: dict[Tensor, str] = {parameter: name for name, parameter in replica.module.named_parameters()}
     total = sum_over(own, travel.all_reduce)
     compressing = None if compression.kind == NONE else compressor(compression, own, total, dtype)
+    if compressing is not None:
+        compressing.whole_steps = travel.whole_steps(compression)
     pieces = partial(_piece_by_piece, compressing, travel.bucket_bytes) if compressing else None
     reduce: Reduce = pieces or (lambda bucket: sum_in(dtype, bucket.flat, total))
     replica.register_comm_hook(_InTurn(reduce, names, scale), _reduce_in_turn)

@@ -80,11 +80,12 @@ def _exchange_rows(group: dist.ProcessGroup, experts: Experts, x_RC: Tensor, cou
     ranks = group.size()
     sent = counts_E.view(ranks, -1)
     received = all_to_all(sent, [1] * ranks, [1] * ranks, group)
-    to_each, from_each = sent.sum(dim=1).tolist(), received.sum(dim=1).tolist()
+    # Both at once: here the host waits for the device.
+    to_each, from_each = torch.stack((sent.sum(dim=1), received.sum(dim=1))).tolist()
     rows = _Exchange.apply(x_RC, to_each, from_each, group)
     # They come by sender and then by expert; experts want them by expert.
-    expert = torch.arange(received.shape[1], device=x_RC.device).repeat(ranks).repeat_interleave(received.flatten())
-    order = expert.argsort(stable=True)
+    expert = _numbers(received.shape[1], x_RC).repeat(ranks)
+    order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
     results = _apply_experts(experts, take_rows(rows, order), received.sum(dim=0))
     return _Exchange.apply(put_rows(results, order, len(order)), from_each, to_each, group)
 
@@ -118,8 +119,13 @@ def _exchange_choices(
 
 def _by_choice(experts: Forward, x_RC: Tensor, counts_E: Tensor) -> Tensor:
     """Each row's own expert, as experts that take choices apply it."""
-    index_R1 = torch.arange(len(counts_E), device=x_RC.device).repeat_interleave(counts_E)[:, None]
-    return experts(x_RC, index_R1, x_RC.new_ones(index_R1.shape))
+    index_R = _numbers(len(counts_E), x_RC).repeat_interleave(counts_E, output_size=len(x_RC))
+    return experts(x_RC, index_R[:, None], x_RC.new_ones(len(x_RC), 1))
+
+
+def _numbers(count: int, like: Tensor) -> Tensor:
+    """0, 1, ... where another tensor is."""
+    return torch.arange(count, device=like.device)
 
 
 class _Exchange(torch.autograd.Function):

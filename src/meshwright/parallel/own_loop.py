@@ -52,6 +52,8 @@ class Parallel(SplitModel):
             leaves = tree_leaves((inputs, options))
             self._rows = frozenset(len(one) for one in leaves if isinstance(one, Tensor) and one.ndim)
         self.loop.begin_pass()
+        if self.compressor is not None:
+            self.compressor.begin_pass()
         return super().__call__(*inputs, **options)
 
     def forward_backward(self, batches: Sequence[Batch | Call], loss: Loss) -> None:

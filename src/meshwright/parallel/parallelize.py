@@ -8,6 +8,7 @@ part; one with weights keeps those of rank 0.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from meshwright.comm.compression import Compression
 from meshwright.comm.travel import Travel
 from meshwright.context_layout import ContextLayout
 from meshwright.errors import ConfigError
@@ -92,7 +94,20 @@ def parallelize(
         mesh = make_mesh(strategy, _device_type(model))
     if mesh is not None:
         _take_first_ranks_weights(model)
+    _tell_beginning(strategy, travel)
     return _apply(model, strategy, mesh, policy, reduction, compiled, travel)
+
+
+def _tell_beginning(strategy: Strategy, travel: Travel) -> None:
+    """Say when compression begins in a loop whose length is not known, on the first rank."""
+    whole = travel.whole_steps(Compression.parse(strategy.compress))
+    if travel.compress_after is None and whole and strategy.dp > 1 and dist.get_rank() == 0:
+        print(
+            f"meshwright: compress={strategy.compress} begins after {whole} steps that travel whole, since "
+            "nobody knows how long this loop is; parallelize(..., travel=Travel(compress_after=N)) sets it",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _measured_bucket_mb(model: nn.Module, mesh: Mesh | None, policy: Precision) -> float | None:

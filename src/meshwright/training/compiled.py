@@ -1,4 +1,4 @@
-"""What became of layers that were to be compiled: known once a first step has compiled them."""
+"""What became of layers that were to be compiled: known once a step has compiled them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from meshwright.training.loop import TrainingLoop
 
 
 class TellBreaks(Hook):
-    """An event after the first step of compiled layers: how long that took, and where they fell apart."""
+    """An event after the first step of compiled layers: how long that took, and where they fell apart. Another one
+    after a step that has found further reasons: other lengths of sequences and batches are compiled when they come."""
 
     def __init__(self) -> None:
         self._told = False
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
-        if self._told or not trainer.one_step.compiled:
+        if not trainer.one_step.compiled:
+            return
+        found = breaks()
+        if self._told and found.keys() <= trainer.breaks.keys():
             return
         self._told = True
-        trainer.breaks = breaks()
+        trainer.breaks = found
         if trainer.world.is_first:
             seconds = round(metrics["step_s"], 3)
             trainer.job.folder.event("compiled", step=trainer.step, seconds=seconds, breaks=trainer.breaks)

@@ -65,6 +65,7 @@ class Events(Hook):
             trainer.job.tokenizer.save(folder.tokenizer)
         kind = "resumed" if trainer.resumed_from else "started"
         measured = trainer.config.comm.bucket_mb == "auto"
+        compressed = trainer.one_step.parallel.compressor is not None
         slow = slow_attention(trainer.config, trainer.job.spec, trainer.job.strategy, trainer.world.device)
         folder.event(
             kind,
@@ -77,6 +78,7 @@ class Events(Hook):
             **({"bf16_linears": trainer.one_step.parallel.wide} if trainer.one_step.parallel.wide else {}),
             **({"slow_attention": slow} if slow is not None else {}),
             **({"bucket_mb": trainer.one_step.parallel.travel.bucket_mb} if measured else {}),
+            **({"compress_after": trainer.one_step.beginning.steps} if compressed else {}),
         )
 
     def at_end(self, trainer: TrainingLoop) -> None:

@@ -83,7 +83,7 @@ class TrainingLoop:
         self.loss_scale = self.one_step.loss_scale
         self.hooks = list(hooks)
         self.breaks: dict[str, int] = {}
-        """Where compiled layers fell apart, and how often; known after a first step."""
+        """Where compiled layers fell apart, and how often; known after the step that compiled them."""
         self.resumed_from: Manifest | None = None
         self._resume()
 
@@ -232,6 +232,7 @@ class TrainingLoop:
     def state(self) -> dict[str, Any]:
         """What a checkpoint must remember besides tensors."""
         state = self.loss_scale.state() | self.one_step.guard.state() | self.skips.state()
+        state |= self.one_step.beginning.state(self.step)
         for hook in self.hooks:
             state |= hook.state()
         return state
@@ -260,6 +261,7 @@ class TrainingLoop:
             self.skips.add(start, end)
         self.loss_scale.restore(manifest.state)
         self.one_step.guard.restore(manifest.state)
+        self.one_step.beginning.restore(manifest)
         for hook in self.hooks:
             hook.restore(manifest.state)
         self.resumed_from = manifest

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import UserError
 from meshwright.models.decoder import Decoder
-from meshwright.models.mixture import finish_step, mixtures
+from meshwright.models.mixture import mixtures, step_load
 from meshwright.parallel.batch_norm import batch_norms
 from meshwright.parallel.batch_sampler import BatchSampler
 from meshwright.parallel.norm import check_clip
@@ -106,7 +106,9 @@ def step(parallel: Parallel, optimizers: Sequence[torch.optim.Optimizer], clip: 
             "lower the learning rate, or use another precision than fp16"
         )
     if _has_experts(parallel):
-        finish_step(parallel.module, parallel.stages, taken)
+        load = step_load(parallel.module, parallel.stages)
+        if taken:
+            load.move_biases()
     if not taken and parallel.compressor is not None:
         parallel.compressor.forget()
     # Dropped, not filled with zeros: what gets no gradient in the next step must have none, or it would still decay.

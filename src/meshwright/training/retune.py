@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from meshwright.comm.compression import NONE
 from meshwright.errors import UserError
 from meshwright.files import write_atomically
 from meshwright.parallel.world import World
@@ -46,6 +47,9 @@ class Retune(Hook):
                 print("plan   parallel.retune does nothing: nobody here would start the ranks anew", flush=True)
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        if metrics["step"] == trainer.one_step.whole_steps + 1:
+            # Compression begins: these are other steps.
+            self.seconds.clear()
         self.seconds.append(metrics["step_s"])
         every = trainer.config.checkpoint.every
         if self.given_up or trainer.finished or trainer.stopping or not every or trainer.step % every:
@@ -61,6 +65,8 @@ class Retune(Hook):
     def _decide(self, trainer: TrainingLoop, seen: Seen) -> Switch | None:
         """The first rank's decision, written down."""
         folder, strategy, asked = trainer.job.folder, trainer.job.strategy, trainer.planned.asked
+        # What was seen of steps that go whole is not of compressed ones.
+        now = replace(strategy, compress=NONE) if trainer.step <= trainer.one_step.whole_steps else strategy
         held = read_plan(folder) or {}
         if held.get("strategy") != trainer.planned.strategy:
             self.given_up = True  # Someone else writes there.
@@ -77,14 +83,14 @@ class Retune(Hook):
             tried = {
                 key: step_s for key, step_s in tried_before(held).items() if does_run(asked, *key, trainer.world.size)
             }
-            switch = better(question, strategy, micro_batch, seen, tried)
+            switch = better(question, now, micro_batch, seen, tried)
         except UserError as error:
             self.given_up = True
             folder.event("retune_impossible", step=trainer.step, reason=str(error))
             return None
         if switch is None or not does_run(asked, str(switch.strategy), switch.micro_batch, trainer.world.size):
             return None
-        tried[str(strategy), micro_batch] = seen.step_s
+        tried[str(now), micro_batch] = seen.step_s
         held["tried"] = [[*key, step_s] for key, step_s in tried.items()]
         held |= {"strategy": str(switch.strategy), "micro_batch": switch.micro_batch}
         folder.check_generation()

@@ -15,7 +15,7 @@ from typing import Any
 
 from meshwright._version import __version__
 from meshwright.checkpoint.format import list_checkpoints, read_manifest
-from meshwright.config import RunConfig, load_config
+from meshwright.config import AUTO_STEPS, RunConfig, load_config
 from meshwright.config_load import format_config
 from meshwright.errors import CheckpointError
 from meshwright.files import write_atomically
@@ -207,5 +207,10 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         f"{section}.{key} was {old[section].get(key)!r}, now {value!r}"
         for section, values in new.items()
         for key, value in values.items()
-        if old[section].get(key) != value
+        if old[section].get(key) != value and not _is_settled((section, key), (old[section].get(key), value))
     ]
+
+
+def _is_settled(name: tuple[str, str], values: tuple[Any, Any]) -> bool:
+    """Whether a difference is one between a number and what follows from the run: its checkpoints say what that is."""
+    return name == ("comm", "compress_after") and AUTO_STEPS in values

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from meshwright.models.cross_entropy import IGNORED
 from meshwright.models.head import Targets
 from meshwright.models.hf import fill_from_hf
 from meshwright.models.initialize import build_meta, initialize, materialise
-from meshwright.models.mixture import finish_step, mixtures
+from meshwright.models.mixture import load_metrics, mixtures, step_load
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.compile import compiles
 from meshwright.parallel.data import Reduction
@@ -25,6 +27,7 @@ from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
 from meshwright.strategy import Strategy
 from meshwright.torch_private import start_compiler_processes
+from meshwright.training.beginning import Beginning
 from meshwright.training.guard import Guard, Verdict
 from meshwright.training.injected import factor_of_loss, flip_bit, spoil_gradient, use_too_much
 from meshwright.training.loss_scale import LossScale
@@ -63,6 +66,7 @@ class TrainingStep:
         self._tf32 = uses_tf32(config, world.device)
         self.loss_scale = LossScale(config.precision, precision.param == torch.float16)
         self.guard = Guard(config.elastic)
+        self.beginning = Beginning(config, strategy)
         self.losses = torch.zeros(0)
         """This rank's share of the last step's loss, by micro-step."""
         self.own_norm = 0.0
@@ -83,7 +87,7 @@ class TrainingStep:
             precision=precision,
             reduction=reduction,
             compiled=self.compiled,
-            travel=travel_of(config, strategy),
+            travel=replace(travel_of(config, strategy), compress_after=self.beginning.steps),
         )
         self.parallel.pulse = world.pulse
         self.data_rank = self.parallel.data_rank
@@ -94,6 +98,11 @@ class TrainingStep:
         _ = self.parallel.replica
         self.optimizer = make_optimizer(self.parallel, config.train)
         self._mixtures = list(mixtures(self.model))
+
+    @property
+    def whole_steps(self) -> int:
+        """Steps at the start whose gradients travel whole though the strategy compresses them."""
+        return 0 if self.parallel.compressor is None else self.beginning.steps
 
     def give_memory(self, spec: ModelSpec) -> None:
         """Give the split model its memory and first values."""
@@ -117,7 +126,8 @@ class TrainingStep:
         """
         pulse = self.world.pulse
         if self.parallel.compressor is not None:
-            self.parallel.compressor.waits = step < self.config.comm.compress_after
+            self.parallel.compressor.whole_steps = self.beginning.steps
+            self.parallel.compressor.begin_step(step)
         scale, exhausted = self.loss_scale.value, self.loss_scale.exhausted
         with tf32_products(self._tf32):
             valid = self._forward_backward(batch, scale)
@@ -133,14 +143,19 @@ class TrainingStep:
         asked = torch.full((), float(asked_to_stop), dtype=losses.dtype, device=losses.device)
         own = torch.stack((losses.sum(), asked, norm.to(losses.device)))
         agreed = self.sum(torch.cat((own, self._by_replica(own[0]))))
-        numbers = OnItsWay(torch.cat((agreed, norm.to(losses)[None])))
+        load = step_load(self.model, self.parallel.stages if self.model.spec.experts is not None else None)
+        counted = [] if load.numbers is None else [load.numbers.to(losses)]
+        # Where the ranks have counted together what counts, the host learns of it with the rest.
+        unknown = [] if "valid" in batch else [valid.to(losses)[None]]
+        numbers = OnItsWay(torch.cat((agreed, norm.to(losses)[None], *unknown, *counted)))
         clip = self.config.train.grad_clip
         at_once = updates_on_device(self.optimizer, self.world.device)
         if at_once:
             fault = pulse.enter("optimizer")
             update_if_fit(self.optimizer, unfit(agreed[0], agreed[2], self.guard.limits()), norm, clip, scale)
-        mean_loss, requests, norms, *by_replica, self.own_norm = numbers.read()
-        tokens = int(valid)
+        read = iter(numbers.read())
+        mean_loss, requests, norms, *by_replica, self.own_norm = islice(read, len(agreed) + 1)
+        tokens = int(next(read) if unknown else valid)
         metrics = {"step": step + 1, "loss": mean_loss, "grad_norm": self.own_norm, "lr": rate, "tokens": tokens}
         metrics["loss_max"] = self._highest(by_replica, mean_loss)
         # A smaller scale answers gradients that overflow; a loss that does has nothing to do with it.
@@ -157,7 +172,9 @@ class TrainingStep:
         flip_bit(self.parallel.named_parameters(), fault)
         # Under DDP gradients live in its buckets: dropped, they would be made anew beside them.
         self.optimizer.zero_grad(set_to_none=not self._averaged)
-        return self._complete(metrics, verdict, scale) | {"stop": requests}
+        if verdict.learn:
+            load.move_biases()
+        return self._complete(metrics, verdict, scale) | load_metrics(list(read)) | {"stop": requests}
 
     def _by_replica(self, loss: Tensor) -> Tensor:
         """This rank's share of the loss in the place of its data replica, so that a sum tells those of all but the
@@ -182,7 +199,7 @@ class TrainingStep:
         inputs, targets = tokens[..., :-1], self.parallel.own_tokens(tokens[..., 1:])
         documents = self._documents(inputs)
         if "ignored" in batch:
-            targets = targets.masked_fill(batch["ignored"].to(device).bool()[..., None], IGNORED)
+            targets = targets.masked_fill(batch["ignored"].to(device, non_blocking=True).bool()[..., None], IGNORED)
         if "valid" in batch:
             # Stays where it is known without waiting for the device.
             valid = batch["valid"].double()
@@ -216,8 +233,6 @@ class TrainingStep:
 
     def _complete(self, metrics: dict[str, float], verdict: Verdict, scale: float) -> dict[str, float]:
         """What else there is to say of a step once it is done."""
-        stages = self.parallel.stages if self.model.spec.experts is not None else None
-        balance = finish_step(self.model, stages, verdict.learn)
         # JSON has no NaN.
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         if self.loss_scale.active:
@@ -231,7 +246,7 @@ class TrainingStep:
         bubble = self.parallel.bubble()
         if bubble is not None:
             metrics |= {"pipeline_idle": bubble.measured, "pipeline_idle_predicted": bubble.predicted}
-        return metrics | balance
+        return metrics
 
     @torch.no_grad()
     def evaluate(self, tokens: Tensor) -> Tensor:

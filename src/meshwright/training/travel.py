@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.comm.compression import NONE, Compression
 from meshwright.comm.travel import Travel
-from meshwright.config import RunConfig
+from meshwright.config import AUTO_STEPS, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 from meshwright.training.run_folder import RunFolder
@@ -22,6 +22,11 @@ def travel_of(config: RunConfig, strategy: Strategy) -> Travel:
     return travel
 
 
+def length_of(config: RunConfig) -> int:
+    """Steps of the run as far as they are known: a schedule that ends later than this part of the run says more."""
+    return max(config.train.steps, config.train.schedule_steps or 0)
+
+
 def check_asked(config: RunConfig) -> None:
     """Refuse settings of compression where a new run asks for none.
 
@@ -29,7 +34,7 @@ def check_asked(config: RunConfig) -> None:
     ranks, which is why what was asked for counts, and not what runs.
     """
     after, strategy = config.comm.compress_after, config.parallel.strategy
-    if not after or (RunFolder(config.run.dir).holds_run and not config.run.fresh):
+    if after in (0, AUTO_STEPS) or (RunFolder(config.run.dir).holds_run and not config.run.fresh):
         return
     if not any(word.startswith("compress=") and word != f"compress={NONE}" for word in strategy.split()):
         raise ConfigError(
