@@ -91,7 +91,8 @@ def case_of(spec: ModelSpec, strategy: Strategy) -> Case:
     """Twice as many micro-batches as stages in a row, so that a pipeline fills up; else two."""
     micro_steps = 2 * strategy.pp
     batch = MICRO_BATCH * micro_steps * strategy.dp
-    return Case(spec, str(strategy), strategy.world, "bf16", micro_steps, STEPS, batch, TOKENS)
+    settings: dict[str, dict[str, object]] = {"comm": {"compress_after": 0}}
+    return Case(spec, str(strategy), strategy.world, "bf16", micro_steps, STEPS, batch, TOKENS, settings=settings)
 
 
 def planned(case: Case, strategy: Strategy, chip: str) -> list[float]:

@@ -16,6 +16,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import gc
 import random
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,10 @@ from meshwright.data.prepare import prepare
 
 # `--workers`.
 pytest_plugins = ["tests.workers"]
+
+# A shell's background job ignores SIGINT, and so would every command that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The thread that watches transformers' bars would keep later tests from forking ranks.
 tqdm.monitor_interval = 0
@@ -47,8 +52,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Tests that need a GPU, or other trainers, are run by those who name them (`make test-gpu`, `make test-peers`)."""
-    for folder in (Path(__file__).parent / name for name in ("gpu", "peers")):
+    """Tests that need a GPU, other trainers or Triton are run by those who name them (`make test-gpu` and the like)."""
+    for folder in (Path(__file__).parent / name for name in ("gpu", "peers", "kernels")):
         named = any(folder == path or folder in path.parents for path in map(_argument, config.args))
         if collection_path == folder and not named:
             return True

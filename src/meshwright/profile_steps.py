@@ -12,6 +12,11 @@ def parse_steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def wanted(setting: str | None, step: int) -> bool:
-    """Whether a step is profiled on demand: whoever else would profile it gives way, since one can at a time."""
-    return setting is not None and step in parse_steps(setting)
+def on_demand(setting: str | None) -> range:
+    """The steps that are profiled on demand: whoever else would profile them gives way, since one can at a time."""
+    return parse_steps(setting) if setting is not None else range(0)
+
+
+def step_mark(step: int) -> str:
+    """What a step is called in a trace."""
+    return f"step {step}"

@@ -10,12 +10,14 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,10 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def run_id(run: Path) -> str:
+    return str(json.loads((run / "run.json").read_text())["run"])
 
 
 def served(run: Path, process: subprocess.Popen[Any]) -> str:
@@ -121,12 +127,28 @@ def test_a_prometheus_server_scrapes_a_training(tiny_run: list[str], tmp_path: P
             of_speed = ("tokens_per_second", "tokens_per_second_per_device", "model_teraflops_per_second_per_device")
             for name in (*of_steps, *of_speed):
                 assert len(ask(f"meshwright_{name}")) == 1, name
-            assert float(ask("meshwright_memory_bytes{kind='rss'}")[0]["value"][1]) > 1e7
-            phases = {series["metric"]["phase"] for series in ask("meshwright_phase_seconds_total > 0")}
-            assert {"data", "forward", "backward", "optimizer", "hooks"} <= phases
-            # All of it is this rank's time, so together no more than there was.
-            total = float(ask("sum(meshwright_phase_seconds_total)")[0]["value"][1])
-            assert 0 < total < time.time() - events(tmp_path / "a", "started")[0]["time"] + 10
+            # What ranks have of their own is there of each rank of the machine, and of the whole run only once.
+            for rank in ("0", "1"):
+                own = f"rank='{rank}',run='a',host='{socket.gethostname()}'"
+                (memory,) = until(partial(ask, f"meshwright_memory_bytes{{kind='rss',{own}}}"), server)
+                assert float(memory["value"][1]) > 1e7
+                found = until(partial(ask, f"meshwright_phase_seconds_total{{{own}}} > 0"), server)
+                phases = {series["metric"]["phase"] for series in found}
+                assert {"data", "forward", "backward", "optimizer", "hooks"} <= phases
+                # All of it is this rank's time, so together no more than there was.
+                total = float(ask(f"sum(meshwright_phase_seconds_total{{{own}}})")[0]["value"][1])
+                assert 0 < total < time.time() - events(tmp_path / "a", "started")[0]["time"] + 10
+                assert until(
+                    partial(ask, f"rate(meshwright_phase_seconds_total{{phase='forward',{own}}}[30s]) > 0"), server
+                )
+            assert {series["metric"]["rank"] for series in ask("meshwright_memory_bytes")} == {"0", "1"}
+        boards = [
+            path
+            for root in ("/dev/shm", tempfile.gettempdir())
+            for path in Path(root).glob(f"meshwright-*-{run_id(tmp_path / 'a')}-*")
+        ]
+        assert [sorted(file.name for file in path.iterdir()) for path in boards] == [["1"]]
+    assert not any(path.exists() for path in boards)
 
 
 def test_metrics_that_others_can_reach_need_a_token(

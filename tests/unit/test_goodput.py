@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -103,6 +104,21 @@ def test_lines_of_ranks_tell_how_long_the_lost_steps_took() -> None:
     found = goodput(told, [*steps(1, 5, 100.0), *steps(6, 10, 115.0)], ranks)
     check(found, progress=10.0, replayed=3.0, restart=7.0)
     assert found.lost_steps == 2
+
+
+@pytest.mark.alone
+def test_many_restarts_of_a_long_run_cost_the_account_little() -> None:
+    lines = steps(1, 20_000, 100.0)
+
+    def seconds(restarts: int) -> float:
+        told = [event(100.0, "started", step=0)]
+        every = 20_000 // restarts
+        told += [event(100.5 + step, "resumed", step=step) for step in range(every, 20_000, every)]
+        began = time.process_time()
+        assert goodput(told, lines).restarts == restarts - 1
+        return time.process_time() - began
+
+    assert seconds(400) < 4 * seconds(2)
 
 
 def test_rollback_makes_undone_steps_vain() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cluster.recording import record
 from meshwright.errors import ConfigError
 from meshwright.launch.kubernetes.cluster import TARGET
 from meshwright.launch.kubernetes.options import read_options
@@ -68,7 +69,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--kube-version", "latest"), "releases from 1.25 to 1.37"),
     (("--kind", "trainjob", "--trainer-version", "2.0", "--volcano-queue", "team"), "knows Volcano since 2.1"),
     (("--workdir", "relative"), "--workdir: 'relative' must be an absolute path"),
-    (("--hardware", "/nowhere"), "--hardware /nowhere is no folder"),
+    (("--hardware", "/nowhere"), "--hardware /nowhere is no recording"),
     (("--head-cpu", "two", "--kind", "rayjob"), "--head-cpu two"),
 ]
 
@@ -188,3 +189,6 @@ def test_nccl_settings_of_a_recorded_machine_are_in_the_files(tmp_path: Path) ->
     assert not [name for name in options.nccl if name.endswith("IFNAME")], "pods have interfaces of their own"
     assert options.nccl.items() <= {one["name"]: one.get("value") for one in env}.items()
     assert "NCCL_DEBUG" not in options.nccl
+    file = tmp_path / "dgx.json"
+    file.write_text(record(tmp_path), encoding="utf-8")
+    assert read_options(arguments("--hardware", str(file), *VOLUME), submission("2", 8)).nccl == options.nccl

@@ -9,15 +9,16 @@ import pytest
 from meshwright.observe.breakdown import Step, break_down
 from meshwright.observe.collective_rows import Collective
 from meshwright.observe.host_phases import Timed
-from meshwright.observe.recorder import SUM_EVERY, TELL_AFTER, Cost, facts_of, parts_of
-from meshwright.observe.step_metrics import WINDOW, Restless
+from meshwright.observe.rank_lines import facts_of, parts_of
+from meshwright.observe.recording_cost import SUM_EVERY, TELL_AFTER, Cost
+from meshwright.observe.step_metrics import WINDOW, Recent, Restless, Window
 from meshwright.observe.step_spans import spans_of
 from meshwright.schedules import Action
 
 
 def test_all_phases_of_a_save_are_one_part_and_strange_time_is_not_attributed() -> None:
-    phases = {"forward": 1.0, "stage": 0.1, "write": 0.2, "commit": 0.3, "retention": 0.4, "restore": 0.5}
-    found = parts_of(Timed(7, 3.0, phases), None)
+    phases = {"forward": 1.0, "stage": 0.1, "write": 0.2, "commit": 0.3, "retention": 0.4, "end": 0.5}
+    found = parts_of(Timed.of(7, 3.0, phases), None)
     assert found == {"forward": 1.0, "checkpoint": pytest.approx(1.0), "unattributed": pytest.approx(1.0)}
 
 
@@ -25,7 +26,7 @@ def test_a_profile_takes_its_waits_out_of_the_phases_of_the_step_in_which_they_l
     """Not out of a save's, which is no part of what a step computes and waits for."""
     borders = [("forward", 0.0), ("backward", 1.0), ("stage", 3.0), ("write", 3.5)]
     step = Step(0.0, 4.0, borders, [(0, 1), (2, 3)], [(1.5, 2), (3.25, 4)], waits=[(1, 1.5)], host=False)
-    timed = Timed(1, 4.5, {"forward": 1.0, "backward": 2.0, "stage": 0.5, "write": 0.5, "hooks": 0.5})
+    timed = Timed.of(1, 4.5, {"forward": 1.0, "backward": 2.0, "stage": 0.5, "write": 0.5, "hooks": 0.5})
     found = parts_of(timed, break_down(step))
     assert found == {
         "forward": 1.0,
@@ -45,7 +46,7 @@ def test_cost_of_profiles_is_told_once_and_without_what_only_some_steps_do() -> 
     for step in range(1, 30):
         phases = {"forward": 0.1, "evaluate": 3.0} if step == 5 else {"forward": 0.1}
         profiled = step == 5
-        cost.add(Timed(step, 0.3 + 3.0 if profiled else 0.1, phases), profiled)
+        cost.add(Timed.of(step, 0.3 + 3.0 if profiled else 0.1, phases), profiled)
         if cost.is_to_tell:
             told.append((step, cost.sentence()))
     share = 0.2 / (0.2 + 50 * 0.1)
@@ -57,10 +58,22 @@ def test_cost_is_summed_up_now_and_then() -> None:
     due = []
     for step in range(1, 2 * SUM_EVERY + 1):
         cost.inside += 0.001
-        if cost.add(Timed(step, 0.1, {}), profiled=False):
+        if cost.add(Timed.of(step, 0.1, {}), profiled=False):
             due.append(cost.line(step))
     assert [line["step"] for line in due] == [SUM_EVERY, 2 * SUM_EVERY]
     assert all(line["share"] == pytest.approx(0.01) and "profiler_s" not in line for line in due)
+
+
+def test_what_a_step_usually_costs_is_without_what_calls_waited_for_a_core() -> None:
+    cost = Cost(0)
+    for step in range(1, 11):
+        cost.add_calls(1.0 if step == 3 else 0.001)
+        cost.add(Timed.of(step, 0.1, {}), profiled=False)
+    # A thread's share, for example.
+    cost.inside += 0.005
+    line = cost.line(10)
+    assert line["inside_s"] == pytest.approx(1.014)
+    assert line["usual_s"] == pytest.approx(0.0015)
 
 
 def test_a_leap_is_a_spike_and_noise_is_none() -> None:
@@ -90,3 +103,17 @@ def test_passes_of_a_pipeline_stand_for_its_phases_on_the_timeline() -> None:
         ("all_reduce dp 4.0 MiB", "collective", 3.0, 3.5),
         ("optimizer", "optimizer", 4.0, 5.0),
     ]
+
+
+def test_sums_over_a_window_are_those_of_its_values_also_after_a_leap() -> None:
+    draw, window, values = random.Random(2), Window(), []
+    for step in range(4 * WINDOW + 7):
+        values.append(1e12 if step == 150 else draw.gauss(2, 0.5))
+        window.add(values[-1])
+        last = values[-WINDOW:]
+        squares = [value * value for value in last]
+        assert window.sums() == (len(last), pytest.approx(sum(last)), pytest.approx(sum(squares)))
+    shares = Recent()
+    found = [shares.share_with(step % 3 == 0) for step in range(2 * WINDOW)]
+    assert found[:4] == [1.0, 0.5, pytest.approx(1 / 3), 0.5]
+    assert found[-1] == sum(step % 3 == 0 for step in range(WINDOW, 2 * WINDOW)) / WINDOW

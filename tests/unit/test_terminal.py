@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from meshwright.observe.event_words import details, sentence
@@ -41,6 +42,14 @@ def test_picture_fits_the_terminal(width: int, height: int, world: int, tmp_path
     assert "goodput" in text
     assert "75%" in next(line for line in lines if line.startswith("computing"))
     assert "forward x3.1" in text
+
+
+def test_the_title_of_a_run_with_wide_letters_stays_one_line(tmp_path: Path) -> None:
+    title, progress = picture(make_run(tmp_path / "训练运行"))[:2]
+    assert "训练运行" in title
+    assert title.endswith("running")
+    assert cell_len(title) == 80
+    assert progress.startswith("step 100/400")
 
 
 def test_steps_without_an_update_are_counted(tmp_path: Path) -> None:

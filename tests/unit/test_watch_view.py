@@ -54,6 +54,18 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert [pair.name for pair in view.comparison.memory][:3] == ["parameters", "gradients", "optimizer"]
 
 
+def test_where_no_event_tells_the_strategy_ranks_do_and_else_nobody(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dp=2 pp=2", world=4, steps=5)
+    for name in ("events.jsonl", "plan.json", "config.toml"):
+        (folder / name).write_bytes(b"\xff damaged")
+    view = RunView(folder).refresh()
+    assert (view.strategy_text, str(view.strategy)) == (str(Strategy.parse("dp=2 pp=2", 4)),) * 2
+    assert view.comparison.unknown == "there is no plan.json that can be read"
+    for rank in range(4):
+        append(folder / f"ranks/{rank:05d}.jsonl", {"kind": "rank", "rank": rank, "world": 4})
+    assert RunView(folder).refresh().strategy is None
+
+
 def test_without_files_of_ranks_the_mesh_follows_from_the_strategy(tmp_path: Path) -> None:
     told = write_run(tmp_path / "told", "dp=4 tp=2 pp=2 zero=2", world=16, steps=3)
     silent = write_run(tmp_path / "silent", "dp=4 tp=2 pp=2 zero=2", world=16, steps=3, ranks=False)

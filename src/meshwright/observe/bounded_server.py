@@ -13,6 +13,9 @@ class BoundedServer(ThreadingHTTPServer):
     """Answers on threads of its own; a connection too many is closed at once."""
 
     daemon_threads = True
+    request_queue_size = 128
+    """Connections that the kernel holds until this process gets to them. Past that it drops them without a word, and a
+    client asks again after a second, then two, then four: busy steps must not cost anyone that."""
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], connections: int) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET

@@ -84,7 +84,7 @@ def compare(
         fullest=record.rank if record is not None else None,
         capacity=_bytes(number(stage.get("capacity_gib"))),
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
-        unknown=str(expected.get("unknown") or ("" if expected else "the run has no plan.json")),
+        unknown=str(expected.get("unknown") or ("" if expected else "there is no plan.json that can be read")),
     )
 
 

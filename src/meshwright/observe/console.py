@@ -31,7 +31,7 @@ class Console(Hook):
         self.task = TaskID(0)
         self.started = 0.0
         self.last_eval: float | None = None
-        self.told_breaks = False
+        self.told_breaks: set[str] = set()
 
     def at_start(self, trainer: TrainingLoop) -> None:
         if not trainer.world.is_first:
@@ -56,9 +56,10 @@ class Console(Hook):
         if not trainer.world.is_first:
             return
         self.last_eval = metrics.get("eval_loss", self.last_eval)
-        if trainer.breaks and not self.told_breaks:
-            self.told_breaks = True
-            self._say(in_pieces(trainer.breaks))
+        new = {reason: count for reason, count in trainer.breaks.items() if reason not in self.told_breaks}
+        if new:
+            self.told_breaks |= new.keys()
+            self._say(in_pieces(new))
         if self.progress is not None:
             self.progress.update(self.task, completed=trainer.step, numbers=numbers(metrics, self.last_eval))
             if trainer.finished or trainer.stopping:
@@ -133,7 +134,7 @@ def introduction(trainer: TrainingLoop) -> str:
 
 
 def in_pieces(breaks: Mapping[str, int]) -> str:
-    """What the compiler could not take in one piece; it is right, and slower than it could be."""
+    """What the compiler could not take in one piece, or at all; it is right, and slower than it could be."""
     reasons = "; ".join(f"{reason} ({count} x)" for reason, count in breaks.items())
     return f"compiled layers run in pieces: {reasons}"
 

@@ -149,14 +149,18 @@ def _timed(events: Sequence[Line]) -> list[_Entry]:
 
 def _steps(events: Sequence[_Entry], metrics: Sequence[Line]) -> list[_Entry]:
     """Steps with the time at which they ended; where they do not tell it, one after the other since the start."""
-    starts = [(int(fact(facts, "step")), when) for when, kind, facts in events if kind in ("started", "resumed")]
+    starts: dict[int, float] = {}
+    """By step: when a start last went on from there."""
+    for when, kind, facts in events:
+        if kind in ("started", "resumed"):
+            step = int(fact(facts, "step"))
+            starts[step] = max(when, starts.get(step, 0.0))
     found: list[_Entry] = []
-    time = starts[0][1] if starts else 0.0
+    time = next((when for when, kind, _ in events if kind in ("started", "resumed")), 0.0)
     for line in metrics:
         if not fact(line, "step") or not fact(line, "step_s"):
             continue
-        begun = [when for step, when in starts if step == line["step"] - 1]
-        time = max([time, *begun]) + fact(line, "step_s") + fact(line, "eval_s")
+        time = max(time, starts.get(line["step"] - 1, 0.0)) + fact(line, "step_s") + fact(line, "eval_s")
         time = fact(line, "time") or time
         found.append((time, "step", line))
     return found
@@ -168,6 +172,9 @@ def _walk(account: _Account, entries: Sequence[_Entry], ranks: Sequence[RankReco
     claim, running, ended = "startup", False, False
     done_before: int | None = None
     failures = 0  # Since the last start.
+    # Once for all restarts: a long run has many steps, and may have had many restarts.
+    taken = [fact(facts, "step_s") for _, kind, facts in entries if kind == "step"]
+    typical = median(taken) if taken else 0.0
     for time, kind, facts in entries:
         if kind == "step":
             made = "skipped" if fact(facts, "skipped") else "progress"
@@ -182,7 +189,7 @@ def _walk(account: _Account, entries: Sequence[_Entry], ranks: Sequence[RankReco
             elif running or claim == "restart":
                 # Where nobody has told of a failure, the launcher itself was gone.
                 account.restarts += 1
-                steps, seconds = _lost(int(fact(facts, "step")), (account.cursor, time), done_before, entries, ranks)
+                steps, seconds = _lost(int(fact(facts, "step")), (account.cursor, time), done_before, typical, ranks)
                 account.lost_steps += steps
                 account.take(time, [("replayed", seconds)], "restart")
                 claim = "restart"
@@ -215,16 +222,18 @@ def _lost(
     resumed: int,
     window: tuple[float, float],
     done_before: int | None,
-    entries: Sequence[_Entry],
+    typical: float,
     ranks: Sequence[RankRecord],
 ) -> tuple[int, float]:
-    """How many steps after the one resumed from were done in a window of time, and how long that took."""
+    """How many steps after the one resumed from were done in a window of time, and how long that took.
+
+    Where no rank tells, each has taken the `typical` time.
+    """
     told = [_in_vain(record, resumed, window) for record in ranks]
     if any(steps for steps, _ in told):
         return max(steps for steps, _ in told), fmean(seconds for _, seconds in told)
     steps = max(0, (done_before or 0) - resumed)
-    typical = [fact(facts, "step_s") for _, kind, facts in entries if kind == "step"]
-    return steps, steps * median(typical) if typical else 0.0
+    return steps, steps * typical
 
 
 def _in_vain(record: RankRecord, resumed: int, window: tuple[float, float]) -> tuple[int, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from meshwright.pulse import PHASES, Pulse
@@ -11,19 +11,42 @@ from meshwright.pulse import PHASES, Pulse
 BEFORE = ("start", "restore")
 """Phases before a first step, in which ranks wait for each other still."""
 
+_BEFORE = tuple(map(PHASES.index, BEFORE))
+_NOTHING = (0.0,) * len(PHASES)
+
 
 class Timed(NamedTuple):
-    """A step whose phases are known."""
+    """A step that was timed; what it says is worked out when somebody asks, which no step needs to wait for."""
 
     step: int
-    seconds: float
-    phases: dict[str, float]
+    lasted: float
+    """Seconds since the end of the step before."""
+    before: Sequence[float]
+    """Seconds of each of PHASES until it began, ..."""
+    after: Sequence[float]
+    """... and until it ended."""
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, without what came before a first step."""
+        return self.lasted - sum(self.after[number] - self.before[number] for number in _BEFORE)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """The seconds of the phases that it had."""
+        found = {
+            name: after - before
+            for name, before, after in zip(PHASES, self.before, self.after, strict=True)
+            if after > before
+        }
+        for name in BEFORE:
+            found.pop(name, None)
+        return found
 
     @staticmethod
-    def of(step: int, seconds: float, phases: dict[str, float]) -> Timed:
-        """What was timed, without what came before the step."""
-        before = sum(phases.pop(name, 0.0) for name in BEFORE)
-        return Timed(step, seconds - before, phases)
+    def of(step: int, lasted: float, phases: Mapping[str, float]) -> Timed:
+        """A step whose phases took these seconds."""
+        return Timed(step, lasted, _NOTHING, [phases.get(name, 0.0) for name in PHASES])
 
 
 class Phases(Protocol):
@@ -70,12 +93,7 @@ class HostPhases:
         """A step ends here."""
         now = time.monotonic()
         spent = self._pulse.spent_until(now)
-        phases = {
-            name: after - before
-            for name, before, after in zip(PHASES, self._spent, spent, strict=True)
-            if after > before
-        }
-        self._timed.append(Timed.of(step, now - self._began, phases))
+        self._timed.append(Timed(step, now - self._began, self._spent, spent))
         self._began, self._spent = now, spent
 
     def timed(self) -> Iterator[Timed]:

@@ -7,7 +7,7 @@ were made, and gloo runs those of a group in threads of its own.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,13 +45,14 @@ _SPOKEN = {
     "alltoall": "all_to_all",
 }
 _KERNELS = {
-    "AllReduce": ("all_reduce",),
+    "AllReduce": ("all_reduce", "barrier"),
     "AllGather": ("all_gather",),
     "ReduceScatter": ("reduce_scatter",),
     "Broadcast": ("broadcast",),
-    "SendRecv": ("all_to_all", "send", "receive"),
+    "SendRecv": ("all_to_all", "gather", "scatter", "send", "receive"),
     "Reduce": ("reduce",),
 }
+"""What kernels of NCCL are called for; sums of nothing are its barriers."""
 _WIDTHS = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
 Sizes = tuple[tuple[int, ...], ...]
 SLACK_S = 1e-3
@@ -98,6 +99,8 @@ class Ran:
     sizes: Sizes = ()
     """Of what went in, where the profiler knows."""
     bytes: int = 0
+    called: Interval | None = None
+    """When the host launched it, where that is known."""
 
 
 def calls(
@@ -115,13 +118,13 @@ def calls(
     begins = [begin for begin, _, _ in asked]
     found = []
     for entry in entries:
-        at = entry["time_created_ns"] / 1e9 + offset
-        if not window[0] - SLACK_S <= at <= window[1]:
+        if not is_within(entry, window, offset):
             continue
+        at = entry["time_created_ns"] / 1e9 + offset
         spoken = str(entry["profiling_name"])
         place = bisect_right(begins, at + SLACK_S / 10) - 1
-        is_within = place >= 0 and at <= asked[place][1] + SLACK_S
-        operation = asked[place][2] if is_within else spoken_operation(spoken)
+        is_asked = place >= 0 and at <= asked[place][1] + SLACK_S
+        operation = asked[place][2] if is_asked else spoken_operation(spoken)
         sizes, key = entry.get("input_sizes", []), str(entry["process_group"][0])
         group = groups.get(key, Group("other", 0))
         moved = _whole_bytes(
@@ -134,26 +137,61 @@ def calls(
     return sorted(found, key=lambda call: call.at)
 
 
+def is_within(entry: Mapping[str, Any], window: Interval, offset: float) -> bool:
+    """Whether a call that torch's recorder knows was made in a window of time."""
+    return window[0] - SLACK_S <= entry["time_created_ns"] / 1e9 + offset <= window[1]
+
+
 def match(ran: Iterable[Ran], called: Iterable[Call], transfers: Group | None) -> list[Collective]:
     """What ran, each with the call that it was; what nobody is known to have called is of a group `other`.
 
     Transfers from rank to rank are in no recorder of gloo's: they are of the group that is given.
     """
     ran, called = sorted(ran, key=lambda one: one.begin), list(called)
+    launched = _launched(ran, called)
+    taken = {id(call) for call in launched.values()}
+    rest = [call for call in called if id(call) not in taken]
     # Once to learn which threads are whose, and once with that.
-    learning = _Queues(called, {})
+    learning = _Queues(rest, {})
     for one in ran:
-        learning.take(one)
-    queues = _Queues(called, learning.groups())
+        if id(one) not in launched:
+            learning.take(one)
+    queues = _Queues(rest, learning.groups())
     found = []
     for one in ran:
-        call = queues.take(one)
+        call = launched.get(id(one)) or queues.take(one)
         operation = call.operation if call is not None else spoken_operation(one.name)
         group = call.group if call is not None else Group("other", 0)
         if operation in ("send", "receive") and group.label == "other":
             group = transfers or group
         label, moved = group.called(operation), call.bytes if call else one.bytes
         found.append(Collective(operation, label, group.ranks, moved, one.begin, one.end))
+    return found
+
+
+def _launched(ran: Iterable[Ran], called: Iterable[Call]) -> dict[int, Call]:
+    """Of what is known to have been launched at a time, the calls that were made then: streams overtake each other.
+
+    The nearest find each other first, so that a kernel whose own call the recorder has lost takes none of a neighbour.
+    """
+    left = sorted(called, key=lambda call: call.at)
+    times = [call.at for call in left]
+    near: list[tuple[float, int, int, Ran]] = []
+    known = [one for one in ran if one.called is not None]
+    for number, one in enumerate(sorted(known, key=lambda one: one.called or (0.0, 0.0))):
+        begin, end = one.called or (0.0, 0.0)
+        kinds = _KERNELS.get(_kernel(one.name))
+        near += [
+            (max(begin - times[place], times[place] - end, 0.0), number, place, one)
+            for place in range(bisect_left(times, begin - SLACK_S), bisect_right(times, end + SLACK_S))
+            if kinds is None or left[place].operation in kinds
+        ]
+    found: dict[int, Call] = {}
+    taken: set[int] = set()
+    for _, _, place, one in sorted(near, key=lambda pair: pair[:3]):
+        if id(one) not in found and place not in taken:
+            found[id(one)] = left[place]
+            taken.add(place)
     return found
 
 
@@ -204,8 +242,9 @@ def _kernel(name: str) -> str:
 
 def spoken_operation(name: str) -> str:
     """The operation that a backend or a kernel names."""
-    if name.startswith(("ncclDev", "ncclKernel")):
-        return _KERNELS.get(_kernel(name), ("other",))[-1]
+    if name.startswith("nccl") and not name.startswith("nccl:"):
+        # Those of windows of memory have other beginnings: ncclSymkDevKernel_AllReduce...
+        return "receive" if _kernel(name) == "SendRecv" else _KERNELS.get(_kernel(name), ("other",))[0]
     plain = name.split(":")[-1].split(" ")[0]
     return _SPOKEN.get(plain, plain)
 

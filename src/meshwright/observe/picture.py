@@ -121,9 +121,10 @@ def _title(shown: Shown, width: int) -> Text:
     text.append(
         "  " + "  ".join(word for word in (plain(shown.model), plain(view.strategy_text), ranks) if word), "not bold"
     )
-    room = max(0, width - len(state) - 2)
+    # Letters of some scripts are two columns wide.
+    room = max(0, width - state.cell_len - 2)
     text.truncate(room, overflow="ellipsis")
-    return Text.assemble(text, " " * (width - len(text) - len(state)), state)
+    return Text.assemble(text, " " * (width - text.cell_len - state.cell_len), state)
 
 
 def _progress(view: View, width: int) -> Text:

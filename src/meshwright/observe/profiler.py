@@ -10,14 +10,21 @@ import gzip
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.profile_steps import parse_steps
-from meshwright.torch_private import forget_events, memory_events, memory_snapshot, record_memory
+from meshwright.profile_steps import parse_steps, step_mark
+from meshwright.torch_private import (
+    forget_events,
+    memory_events,
+    memory_snapshot,
+    profiling_all_threads,
+    record_memory,
+)
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
 
@@ -25,8 +32,9 @@ from meshwright.training.loop import TrainingLoop
 class Profiler(Hook):
     """Profiles the steps of observe.profile_steps on every rank."""
 
-    def __init__(self, steps: str) -> None:
-        self._steps = parse_steps(steps)
+    def __init__(self, steps: str, look: Callable[[profile, int], None]) -> None:
+        """`look` is shown the profile when it has ended, with the first of its steps."""
+        self._steps, self._look = parse_steps(steps), look
         self._profile: profile | None = None
         self._step: Any = None
         """The mark of the step in hand, in the trace."""
@@ -36,21 +44,22 @@ class Profiler(Hook):
     def at_start(self, trainer: TrainingLoop) -> None:
         self._on_gpu = trainer.world.device.type == "cuda"
         if not trainer.finished:
-            self._before(trainer.step + 1)
+            self._before(trainer, trainer.step + 1)
 
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
         self._after()
-        if self._profile is not None and trainer.step not in range(self._begun, self._steps[-1]):
+        is_last = trainer.finished or trainer.stopping or trainer.step not in range(self._begun, self._steps[-1])
+        if self._profile is not None and is_last:
             self._write(trainer)
         if not trainer.finished:
-            self._before(trainer.step + 1)
+            self._before(trainer, trainer.step + 1)
 
     def before_rollback(self, trainer: TrainingLoop) -> None:
         # Steps that are done again are profiled again.
         self.close()
 
     def at_rollback(self, trainer: TrainingLoop) -> None:
-        self._before(trainer.step + 1)
+        self._before(trainer, trainer.step + 1)
 
     def at_end(self, trainer: TrainingLoop) -> None:
         self._after()
@@ -61,7 +70,7 @@ class Profiler(Hook):
         self._after()
         self._stop()
 
-    def _before(self, step: int) -> None:
+    def _before(self, trainer: TrainingLoop, step: int) -> None:
         if step not in self._steps:
             return
         if self._profile is None:
@@ -70,9 +79,15 @@ class Profiler(Hook):
             if self._on_gpu:
                 record_memory(True)
             # Without Python's stacks: with them, PyTorch 2.13 gives some events names that are no text.
-            self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
+            self._profile = profile(
+                activities=activities,
+                record_shapes=True,
+                profile_memory=True,
+                # Collectives that threads of ours call, too.
+                experimental_config=profiling_all_threads() if trainer.one_step.parallel.sums_beside else None,
+            )
             self._profile.start()
-        self._step = record_function(f"step {step}")
+        self._step = record_function(step_mark(step))
         self._step.__enter__()
 
     def _after(self) -> None:
@@ -97,6 +112,7 @@ class Profiler(Hook):
         memory: Any = memory_snapshot() if self._on_gpu else None
         found = self._stop()
         assert found is not None
+        self._look(found, self._begun)
         folder, rank = trainer.job.folder.path / "profile", trainer.world.rank
         name = f"steps-{self._begun}-{trainer.step}.rank-{rank:05d}"
         try:

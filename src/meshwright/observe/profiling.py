@@ -17,7 +17,7 @@ from meshwright.observe.issued import Group
 from meshwright.observe.step_profile import StepProfile
 from meshwright.observe.step_spans import Span, spans_of
 from meshwright.parallel.mesh import Mesh, axes_of
-from meshwright.profile_steps import wanted
+from meshwright.profile_steps import on_demand
 from meshwright.torch_private import group_members, is_profiling
 from meshwright.training.loop import TrainingLoop
 
@@ -25,6 +25,9 @@ SMALL = 2**16
 """Bytes of a sum that takes no time but for waiting."""
 FIRST = 5
 """The first step of a start that is profiled: those before it choose kernels and reserve memory."""
+
+# Made once: json.dumps would make one for each line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,13 @@ class Profiling:
 
     def __init__(self, trainer: TrainingLoop, phases: Phases) -> None:
         self.every = trainer.config.observe.profile_every
-        self._on_demand = trainer.config.observe.profile_steps
+        self._on_demand = on_demand(trainer.config.observe.profile_steps)
         self._first = trainer.step + FIRST
         self._phases, self._pulse = phases, trainer.world.pulse
         self._on_gpu = trainer.world.device.type == "cuda"
         self._running: StepProfile | None = None
+        self._told = False
+        """Whether it was said that groups of collectives are not known: all steps of a run are much the same."""
 
     @property
     def is_running(self) -> bool:
@@ -64,7 +69,7 @@ class Profiling:
 
     def _is_taken(self, step: int) -> bool:
         """Whether a profile on demand is under way in this step; it begins at the end of the step before its own."""
-        return wanted(self._on_demand, step) or wanted(self._on_demand, step + 1)
+        return step in self._on_demand or step + 1 in self._on_demand
 
     def begin(self, trainer: TrainingLoop) -> None:
         """The step that begins here is profiled, unless whoever trains has a profiler of their own running."""
@@ -73,7 +78,7 @@ class Profiling:
         self._phases.begin_timeline()
         try:
             beside = trainer.one_step.parallel.sums_beside
-            profile = StepProfile(trainer.world.device, *_groups(trainer), all_threads=beside)
+            profile = StepProfile(trainer.world.device, *groups_of(trainer), all_threads=beside)
             self._pulse.waits = []
             profile.start()
         except Exception as error:
@@ -92,8 +97,9 @@ class Profiling:
             until = time.monotonic()
             waits, self._pulse.waits = self._pulse.waits or [], None
             seen = profile.stop()
-            if seen.problem:
-                _tell(f"collectives are recorded without their groups: {seen.problem}")
+            if seen.problem and not self._told:
+                self._told = True
+                tell(f"collectives are recorded without their groups: {seen.problem}")
             others, meetings, between = _apart(seen.collectives, self._on_gpu)
             if self._on_gpu:
                 waits, between = [*waits, *between], []
@@ -105,7 +111,7 @@ class Profiling:
             spans = spans_of(phases, until, passes, seen.collectives)
             # Written out here, where it counts as what a profile costs.
             table = encode({"kind": "collectives", "step": trainer.step, "rows": rows(seen.collectives)})
-            return Profiled(break_down(step), table, _timeline(trainer.step, seen.begin, spans))
+            return Profiled(break_down(step), table, timeline(trainer.step, seen.begin, spans))
         except Exception as error:
             self._give_up(error)
             return None
@@ -125,10 +131,10 @@ class Profiling:
         self._pulse.waits = None
         if self.every:
             self.every = 0
-            _tell(f"steps are profiled no more: {error!r}; the run goes on")
+            tell(f"steps are profiled no more: {error!r}; the run goes on")
 
 
-def _groups(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
+def groups_of(trainer: TrainingLoop) -> tuple[dict[str, Group], Group | None]:
     """The process groups of this rank by torch's names of them, and the one in which messages go from rank to rank."""
     mesh, strategy = trainer.one_step.mesh, trainer.job.strategy
     axes = [axis for axis in ("pp", "cp") if getattr(strategy, axis) > 1]
@@ -165,7 +171,8 @@ def _apart(collectives: Iterable[Collective], on_gpu: bool) -> tuple[list[Interv
     return others, meetings, between
 
 
-def _timeline(step: int, begin: float, spans: list[Span]) -> bytes:
+def timeline(step: int, begin: float, spans: list[Span]) -> bytes:
+    """A line with the spans of a step."""
     rounded = [(name, kind, round(start, 7), round(end, 7)) for name, kind, start, end in spans]
     unix = round(time.time() - time.monotonic(), 6)
     return encode({"step": step, "begin": round(begin, 7), "unix": unix, "spans": rounded})
@@ -173,7 +180,7 @@ def _timeline(step: int, begin: float, spans: list[Span]) -> bytes:
 
 def encode(line: dict[str, Any]) -> bytes:
     """A line of JSON."""
-    return json.dumps(line, separators=(",", ":")).encode()
+    return _ENCODER.encode(line).encode()
 
 
 def labels_of(mesh: Mesh) -> dict[str, str]:
@@ -183,5 +190,6 @@ def labels_of(mesh: Mesh) -> dict[str, str]:
     return labels | ({data: "dp"} if data in labels else {})
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Say it to the person, who can go on."""
     print(f"meshwright: {text}", file=sys.stderr, flush=True)

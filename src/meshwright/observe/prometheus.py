@@ -1,7 +1,8 @@
 """Metrics for Prometheus: the first rank of each machine answers GET /metrics, on threads of its own.
 
 So every machine is a target of its own, one that is lost shows as a target that is down, and a machine opens one port
-however many ranks it has. A step leaves its numbers in a table; texts are made when somebody asks.
+however many ranks it has. A step leaves its numbers in a table, other ranks of the machine leave theirs on a board in
+memory; texts are made when somebody asks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshwright.address import Address
 from meshwright.observe.metrics_server import MetricsServer
+from meshwright.observe.rank_board import MEMORY, Board, Figures, board_folder, read_boards
+from meshwright.observe.step_metrics import StepMetrics
 from meshwright.secrets import read_token
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
@@ -52,16 +56,26 @@ COUNTERS = {
 
 
 class Prometheus(Hook):
-    """Serves this rank's metrics where it is the first of its machine."""
+    """Serves the metrics of a machine on its first rank; the others leave theirs for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: StepMetrics) -> None:
+        self._metrics = metrics
+        """Knows the memory of this rank."""
+        self._board: Board | None = None
+        self._boards: Path | None = None
+        """Where the boards of this machine's other ranks are."""
         self._values: dict[str, float] = {}
         self._counts = dict.fromkeys(COUNTERS, 0.0)
         self._server: MetricsServer | None = None
 
     def at_start(self, trainer: TrainingLoop) -> None:
         observe = trainer.config.observe
-        if observe.prometheus is None or not _first_of_machine(trainer) or trainer.finished:
+        if observe.prometheus is None or trainer.finished:
+            return
+        is_server = _first_of_machine(trainer)
+        if trainer.world.size > 1:
+            self._meet(trainer, is_server)
+        if not is_server:
             return
         token = None
         if observe.prometheus_token_file is not None:
@@ -79,7 +93,19 @@ class Prometheus(Hook):
         print(f"watch  {url} for Prometheus, of rank {trainer.world.rank} on {socket.gethostname()}", flush=True)
         self._event(trainer, state="serving", url=url)
 
+    def _meet(self, trainer: TrainingLoop, is_server: bool) -> None:
+        """Find the place where ranks of this machine leave their numbers, and a board there for those of this one."""
+        try:
+            self._boards = board_folder(trainer.run_id, trainer.job.folder.path)
+            if not is_server:
+                self._board = Board(self._boards, trainer.world.pulse)
+        except OSError as error:
+            text = f"Prometheus gets no phases and memory of rank {trainer.world.rank}: {error}; the run goes on"
+            print(f"meshwright: {text}", file=sys.stderr, flush=True)
+
     def after_step(self, trainer: TrainingLoop, metrics: Metrics) -> None:
+        if self._board is not None and self._metrics.memory is not None:
+            self._board.put(self._metrics.memory.now())
         if self._server is None:
             return
         # Whole tables take the place of others, so that a scrape never sees half of a step.
@@ -94,6 +120,12 @@ class Prometheus(Hook):
     def close(self) -> None:
         if self._server is not None:
             self._server.stop()
+        if self._board is not None:
+            self._board.close()
+        elif self._boards is not None:
+            with suppress(OSError):
+                # Works where no other rank is left.
+                self._boards.rmdir()
 
     def _event(self, trainer: TrainingLoop, **facts: Any) -> None:
         # Another machine may not see the folder.
@@ -130,20 +162,33 @@ class Prometheus(Hook):
             counter = CounterMetricFamily(name, text, labels=names)
             counter.add_metric(labels, counts[key])
             yield counter
-        phases = CounterMetricFamily(
-            "meshwright_phase_seconds", "Time that this rank has spent in each phase", labels=[*names, "phase"]
-        )
-        for phase, seconds in world.pulse.spent().items():
-            phases.add_metric([*labels, phase], seconds)
-        yield phases
-        memory = GaugeMetricFamily("meshwright_memory_bytes", "Memory of this rank", labels=[*names, "kind"])
-        for kind, size in _memory(world.device).items():
-            memory.add_metric([*labels, kind], size)
-        yield memory
+        yield from self._of_ranks(trainer, common)
         facts = {"run_id": trainer.run_id, "strategy": str(trainer.job.strategy), "ranks": str(world.size)}
         info = InfoMetricFamily("meshwright_run", "What this run is", labels=names)
         info.add_metric(labels, {**facts, "device": str(world.device), "torch": torch.__version__})
         yield info
+
+    def _of_ranks(self, trainer: TrainingLoop, common: dict[str, str]) -> Iterable[Any]:
+        """What each rank of this machine has of its own: this one now, the others after their latest step."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        world, names = trainer.world, list(common)
+        others = read_boards(self._boards, world.pulse.generation) if self._boards is not None else {}
+        memory_now = self._metrics.memory.now() if self._metrics.memory is not None else {}
+        own = {kind: memory_now[kind] for kind in MEMORY if kind in memory_now}
+        found = {**others, world.rank: Figures(world.pulse.spent(), own)}
+        phases = CounterMetricFamily(
+            "meshwright_phase_seconds", "Time that a rank has spent in each phase", labels=[*names, "phase"]
+        )
+        memory = GaugeMetricFamily("meshwright_memory_bytes", "Memory of a rank", labels=[*names, "kind"])
+        for rank, figures in sorted(found.items()):
+            labels = [*{**common, "rank": str(rank)}.values()]
+            for phase, seconds in figures.phases.items():
+                phases.add_metric([*labels, phase], seconds)
+            for kind, size in figures.memory.items():
+                memory.add_metric([*labels, kind], size)
+        yield phases
+        yield memory
 
 
 class _Collector:
@@ -159,15 +204,3 @@ class _Collector:
 def _first_of_machine(trainer: TrainingLoop) -> bool:
     """Launchers number the ranks of a machine; a rank without such a number is alone there."""
     return int(os.environ.get("LOCAL_RANK", trainer.world.rank)) == 0
-
-
-def _memory(device: torch.device) -> dict[str, float]:
-    """Bytes by kind: resident in host memory; on a GPU also what torch holds there."""
-    found: dict[str, float] = {}
-    with suppress(OSError, IndexError, ValueError), open("/proc/self/statm") as file:
-        found["rss"] = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    if device.type == "cuda":
-        found["allocated"] = torch.cuda.memory_allocated(device)
-        found["reserved"] = torch.cuda.memory_reserved(device)
-        found["peak"] = torch.cuda.max_memory_allocated(device)
-    return found

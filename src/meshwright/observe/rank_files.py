@@ -64,10 +64,14 @@ class RankRecord:
         """Its newest step line."""
         return self.steps[-1] if self.steps else None
 
-    def mean_parts(self, count: int = RECENT_STEPS) -> dict[str, float]:
-        """Seconds of a step by part: the mean over its newest steps, profiled ones left out where others are there."""
-        recent = list(self.steps)[-count:]
-        chosen = [line for line in recent if not line.get("profiled")] or recent
+    def mean_steps(self) -> list[Line]:
+        """The steps over which means go: its newest ones, profiled ones left out where others are there."""
+        recent = list(self.steps)[-RECENT_STEPS:]
+        return [line for line in recent if not line.get("profiled")] or recent
+
+    def mean_parts(self) -> dict[str, float]:
+        """Seconds of a step by part: the mean over `mean_steps`."""
+        chosen = self.mean_steps()
         sums: dict[str, float] = {}
         for line in chosen:
             for name, seconds in parts_of(line).items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -13,11 +14,14 @@ from torch import Tensor, nn
 
 from meshwright.models.parts import local_of
 
+PERIOD_S = 0.1
+"""Seconds for which a reading counts: the kernel takes as long for it as all else that is recorded of a short step."""
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class RankMemory:
-    """Memory of this process, read from a file that stays open: a step should not wait for more than a number."""
+    """Memory of this process, read now and then, from a file that stays open."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,12 +29,30 @@ class RankMemory:
         self._statm: int | None = None
         self._beside: int | None = None
         """Asked for once: the driver takes its time."""
+        self._bytes: dict[str, int] = {}
+        self._peak = 0
+        self._until = 0.0
+        """When these are too old."""
         with suppress(OSError):
             self._statm = os.open("/proc/self/statm", os.O_RDONLY)
 
     def now(self) -> dict[str, int]:
         """Bytes of this process in host memory; on a GPU also what tensors use and what torch keeps, the most that
-        tensors have used so far, and the most that was held of the GPU in all."""
+        tensors have used so far, and the most that was held of the GPU in all. Not to be changed."""
+        self._look()
+        return self._bytes
+
+    def peak(self) -> int:
+        """Bytes held at most so far: on a GPU by torch and beside it, else by this process."""
+        self._look()
+        return self._peak
+
+    def _look(self) -> None:
+        """Read again what is too old."""
+        asked = time.monotonic()
+        if asked < self._until:
+            return
+        self._until = asked + PERIOD_S
         found = {"rss": self._resident()}
         if self._device.type == "cuda":
             # One call: each of torch's single numbers would make them all.
@@ -44,13 +66,8 @@ class RankMemory:
                 "peak": allocated["peak"],
                 "held": reserved["peak"] + self._beside,
             }
-        return found
-
-    def peak(self) -> int:
-        """Bytes held at most so far: on a GPU by torch and beside it, else by this process."""
-        if self._device.type != "cuda":
-            return _resident_peak()
-        return self.now()["held"]
+        self._bytes = found
+        self._peak = found["held"] if "held" in found else _resident_peak()
 
     def _resident(self) -> int:
         if self._statm is not None:

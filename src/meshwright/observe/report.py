@@ -4,6 +4,7 @@ sent, time lost, how far the plan was off."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from statistics import fmean
 
 from meshwright.observe.comparison import Pair
 from meshwright.observe.efficiency import GOAL
@@ -26,7 +27,8 @@ def summary(view: View) -> Iterator[str]:
     yield "computing    " + _computing(view)
     sent, share = _now(view, "sent_mib"), _now(view, "sent_share")
     if sent is not None and share is not None:
-        yield f"gradients    {sent:.3g} MiB sent a step and rank, {share:.1%} of what they are uncompressed"
+        own = f"{sent:.3g} MiB sent a step and rank, {share:.1%} of what they are uncompressed"
+        yield f"gradients    {own}{_with_whole_steps(view)}"
     yield "time lost    " + (_lost(view.goodput) if view.goodput.wall_s > 0 else "unknown")
     found = view.comparison
     times = _beside(found.step_time, lambda value: f"{value:.3g} s")
@@ -48,6 +50,16 @@ def _losses(view: View) -> str:
 def _now(view: View, name: str) -> float | None:
     """A metric of the newest step; a run that goes on may have left it behind."""
     return dict(view.curves.points(name)).get(view.curves.last_step())
+
+
+def _with_whole_steps(view: View) -> str:
+    """What was sent over all steps, where some of them came before compression began."""
+    sent, shares = ([value for _, value in view.curves.points(name)] for name in ("sent_mib", "sent_share"))
+    whole = sum(share >= 1 for share in shares)
+    if not 0 < whole < len(shares):
+        return ""
+    average = f"{fmean(sent):.3g} MiB and {fmean(shares):.1%} on average"
+    return f"; {average} over {len(shares)} steps, of which {whole} sent all"
 
 
 def _chip(view: View) -> str:

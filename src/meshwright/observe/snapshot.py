@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.observe.comparison import Pair
-from meshwright.observe.curves import RECENT_STEPS, SERIES, Curves, number
+from meshwright.observe.curves import SERIES, Curves, number
 from meshwright.observe.efficiency import GOAL
 from meshwright.observe.event_words import details
 from meshwright.observe.goodput import WORDS, Goodput
-from meshwright.observe.rank_files import RankRecord, numbers_of, parts_of
+from meshwright.observe.rank_files import numbers_of, parts_of
 from meshwright.observe.tail import Line
 from meshwright.observe.view import Rank, View
 
@@ -182,7 +182,7 @@ def _rank(rank: Rank) -> dict[str, Any]:
         "host": record.start.get("host"),
         "step": (record.last or {}).get("step"),
         "parts": record.split_parts(),
-        "mean_of": _mean_of(record),
+        "mean_of": len(record.mean_steps()),
         "waits_of": record.waits_of,
         "profiled": _profiled(profiled) if profiled is not None else None,
         "efficiency": {**asdict(found), "share": found.share} if (found := rank.efficiency) is not None else None,
@@ -191,12 +191,6 @@ def _rank(rank: Rank) -> dict[str, Any]:
         "failed": rank.failures[-1].get("cause") if rank.failures else None,
         "straggler": rank.straggler,
     }
-
-
-def _mean_of(record: RankRecord) -> int:
-    """Over how many steps `record.mean_parts` goes."""
-    recent = list(record.steps)[-RECENT_STEPS:]
-    return sum(not line.get("profiled") for line in recent) or len(recent)
 
 
 def _profiled(line: Line) -> dict[str, Any]:

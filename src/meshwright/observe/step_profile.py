@@ -6,21 +6,18 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from meshwright.observe.breakdown import Interval, subtract, union
+from meshwright.observe.breakdown import Interval
 from meshwright.observe.collective_rows import Collective
-from meshwright.observe.issued import OPERATIONS, Call, Group, Ran, as_sizes, calls, match
+from meshwright.observe.issued import Group, calls, is_within, match
+from meshwright.observe.profile_events import Events, sort_events
 from meshwright.torch_private import flight_records, forget_events, is_on_gpu, profiled_events, profiling_all_threads
 
 _MARK = "meshwright profile"
-_COMPILED = ("Torch-Compiled Region", "CompiledFunction")
-_NO_COMPUTE = ("c10d::", "_c10d_functional::", "autograd::", "profiler::", "FSDP::")
-_WIDTHS = {"double": 8, "long": 8, "float": 4, "int": 4, "BFloat16": 2, "Half": 2}
 
 
 @dataclass(frozen=True)
@@ -73,58 +70,55 @@ class StepProfile:
         end = time.monotonic()
         self._profile.stop()
         offset = time.monotonic() - time.time()
-        events = profiled_events(self._profile)
-        own = next((event.start_thread_id() for event in events if event.name() == _MARK), 1)
-        ran, asked, compute, waits = [], [], [], []
-        for event in events:
-            name = event.name()
-            on_device = self._on_gpu and is_on_gpu(event)
-            interval = event.start_ns() / 1e9 + offset, event.end_ns() / 1e9 + offset
-            if on_device:
-                if event.is_user_annotation():
-                    continue
-                if name.startswith("nccl"):
-                    ran.append(Ran(name, *interval))
-                else:
-                    compute.append(interval)
-            elif name == "gloo:send":
-                # Ends when somebody waits for it, and nobody does before the end of a step: its time means nothing.
-                continue
-            elif name.startswith("gloo:"):
-                ran.append(Ran(name, *interval, event.start_thread_id(), as_sizes(event.shapes()), _bytes(event)))
-            elif name in OPERATIONS:
-                asked.append((*interval, OPERATIONS[name]))
-                waits.append(interval)
-            elif not self._on_gpu and event.start_thread_id() == own:
-                if name.startswith("_c10d_functional::"):
-                    waits.append(interval)
-                elif _computes(name):
-                    compute.append(interval)
+        seen = read_events(self._profile, _MARK, self._on_gpu, offset)
         forget_events(self._profile)
-        called, problem = self._calls(sorted(asked), (self._begin, end), offset)
-        computed = union(compute) if self._on_gpu else subtract(union(compute), union(waits))
-        return Seen(self._begin, end, computed, match(ran, called, self._transfers), problem)
-
-    def _calls(self, asked: list[tuple[float, float, str]], window: Interval, offset: float) -> tuple[list[Call], str]:
-        if not self._groups:
-            return [], ""
-        try:
-            entries = [entry for one in flight_records(with_entries=True) for entry in one.get("entries", [])]
-            return calls(entries, asked, self._groups, window, offset), ""
-        except Exception as error:
-            # Another release of torch may keep other records; a rank must train on all the same.
-            return [], repr(error)
+        window = self._begin, end
+        entries, problem = recorded_calls(window, offset) if self._groups else ([], "")
+        collectives = collectives_in(seen, entries, window, self._groups, self._transfers)
+        return Seen(self._begin, end, seen.compute, collectives, problem)
 
 
-def _computes(name: str) -> bool:
-    """Whether an event of the training thread is an operator at work, not one that only stands around others."""
-    return name.startswith(_COMPILED) or ("::" in name and not name.startswith(_NO_COMPUTE))
+def read_events(profile: profile, mark: str, on_gpu: bool, offset: float) -> Events:
+    """What a profile that was stopped has seen; the thread that trains is that of a mark in it."""
+    events = profiled_events(profile)
+    if not on_gpu:
+        return sort_events(events, None, mark, offset)
+    device = [event for event in events if is_on_gpu(event)]
+    return sort_events([event for event in events if not is_on_gpu(event)], device, mark, offset)
 
 
-def _bytes(event: Any) -> int:
-    """What went into a collective, by the profiler."""
-    found = 0
-    for size, dtype in zip(event.shapes(), event.dtypes(), strict=False):
-        width = next((width for word, width in _WIDTHS.items() if word in dtype), 1)
-        found += prod(size) * width
-    return found
+def recorded_calls(window: Interval, offset: float) -> tuple[list[Mapping[str, Any]], str]:
+    """What torch's recorders know of the calls of a window of time; else why they are not known."""
+    try:
+        kept = [one.get("entries", []) for one in flight_records(with_entries=True)]
+        lost = next((problem for entries in kept if (problem := _overrun(entries, window, offset))), "")
+        return [entry for entries in kept for entry in entries if is_within(entry, window, offset)], lost
+    except Exception as error:
+        # Another release of torch may keep other records; a rank must train on all the same.
+        return [], repr(error)
+
+
+def collectives_in(
+    events: Events,
+    entries: list[Mapping[str, Any]],
+    window: Interval,
+    groups: Mapping[str, Group],
+    transfers: Group | None,
+) -> list[Collective]:
+    """The collectives that began in a window of time, each with the call that it was."""
+    ran = [one for one in events.ran if window[0] <= one.begin <= window[1]]
+    called = calls(entries, events.asked, groups, window, events.offset)
+    return match(ran, called, transfers)
+
+
+def _overrun(entries: list[dict[str, Any]], window: Interval, offset: float) -> str:
+    """What to say where torch's recorder, which keeps so many calls, has let go of some of this window's."""
+    if not entries:
+        return ""
+    oldest = min(entries, key=lambda entry: int(entry["record_id"]))
+    if not oldest["record_id"] or oldest["time_created_ns"] / 1e9 + offset <= window[0]:
+        return ""
+    return (
+        f"a step calls more collectives than the {len(entries)} that torch's recorder keeps, and the first of them are "
+        f"listed as of a group other; start with TORCH_FR_BUFFER_SIZE={4 * len(entries)} in the environment"
+    )

@@ -25,7 +25,8 @@ def write_trace(run: Path, target: Path, steps: str | None = None) -> str:
         if held:
             raise UserError(f"none of the steps {steps} has a timeline; {run} has {_listed(held)}{_on_demand(run)}")
         raise UserError(
-            f"{run} has no timeline of a step in its folder ranks; observe.profile_every writes them{_on_demand(run)}"
+            f"{run} has no timeline of a step in its folder ranks; observe.profile_every and observe.profile_steps "
+            f"write them{_on_demand(run)}"
         )
     timeline = trace_events(ranks)
     text = json.dumps(timeline, allow_nan=False)
@@ -38,7 +39,7 @@ def write_trace(run: Path, target: Path, steps: str | None = None) -> str:
 
 
 def _on_demand(run: Path) -> str:
-    """Where steps are that torch's profiler has written by itself."""
+    """Where torch's own traces of steps on demand are."""
     return f"; steps of observe.profile_steps are in {run / 'profile'}" if (run / "profile").is_dir() else ""
 
 

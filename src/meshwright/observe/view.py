@@ -127,7 +127,14 @@ class RunView:
         stands = standing(self.path, events, now, sign, curves.last_step())
         config, plan = self._config(), read_json(self.path / "plan.json")
         world = _world(stands, plan, self._files)
-        text = str((stands.start or {}).get("strategy") or plan.get("strategy") or config.get("strategy") or "")
+        said = (record.start.get("strategy") for record in self._files.records.values())
+        text = str(
+            (stands.start or {}).get("strategy")
+            or next(filter(None, said), None)
+            or plan.get("strategy")
+            or config.get("strategy")
+            or ""
+        )
         strategy = _parse(text, world)
         last = curves.last_time() or sign
         ranks = self._ranks(stands, world, strategy)
@@ -283,7 +290,8 @@ def _world(stands: Standing, plan: Line, files: RankFiles) -> int:
 
 def _parse(text: str, world: int) -> Strategy | None:
     try:
-        return Strategy.parse(text, world) if world else None
+        # Nothing is a strategy, too: plain copies, which nobody has said of this run.
+        return Strategy.parse(text, world) if world and text else None
     except (ConfigError, ValueError):
         return None
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from meshwright.comm.compression import NONE
+from meshwright.comm.whole_steps import whole_steps
 from meshwright.models.count import count_parameters
 from meshwright.models.shapes import shapes_of
 from meshwright.planning.group_words import stage_chips, ways
 from meshwright.planning.made import Plan
 from meshwright.planning.memory import FITS, Terms
 from meshwright.planning.narrow import in_words
-from meshwright.planning.question import Candidate, Question
+from meshwright.planning.question import Candidate, Question, estimate, in_full
 from meshwright.planning.state_memory import GIB
 
 if TYPE_CHECKING:
@@ -58,10 +61,12 @@ def largest_term(terms: Terms) -> tuple[str, float]:
 def model_states(plan: Plan) -> str:
     """The sum that comes before anything is split: in float32, for any model."""
     count = count_parameters(plan.question.spec).total
-    gb = count * 4 / 1e9
+    scale, letter, unit = (1e9, "B", "GB") if count >= 1e8 else (1e6, "M", "MB")
+    size = count * 4 / scale
     return (
-        f"{plan.model}: {count / 1e9:.2f}B parameters; in float32 {gb:.1f} GB of parameters + {2 * gb:.1f} GB of Adam "
-        f"moments + {gb:.1f} GB of gradients = {4 * gb:.1f} GB before activations"
+        f"{plan.model}: {count / scale:.2f}{letter} parameters; in float32 {size:.1f} {unit} of parameters + "
+        f"{2 * size:.1f} {unit} of Adam moments + {size:.1f} {unit} of gradients = {4 * size:.1f} {unit} before "
+        "activations"
     )
 
 
@@ -109,6 +114,7 @@ def explain(plan: Plan) -> list[str]:
     )
     lines.append(time_goes_into(best))
     lines += _vain_compression(best)
+    lines += _whole_at_first(plan.question, best)
     lines += ways(plan.found)
     for runner in plan.runners:
         if runner.candidate is None:
@@ -122,13 +128,16 @@ def explain(plan: Plan) -> list[str]:
 
 
 def time_goes_into(candidate: Candidate) -> str:
-    """What a step is spent on."""
-    share = {name: getattr(candidate.parts, name) / candidate.step_s for name in PARTS}
+    """What a step is spent on; where runs here were faster than estimated, of what was estimated."""
+    gained = max(0.0, -candidate.parts.correction)
+    estimated = candidate.step_s + gained
+    share = {name: getattr(candidate.parts, name) / estimated for name in PARTS}
     spent = sorted(
         (name for name in share if name != "compute" and share[name] >= 0.005), key=lambda name: -share[name]
     )
     rest = ", ".join(f"{PARTS[name]} {share[name]:.1%}" for name in spent) or "nothing else of note"
-    return f"of the step {share['compute']:.1%} is compute; beside it {rest}"
+    told = f"of the step {share['compute']:.1%} is compute; beside it {rest}"
+    return told if gained < 0.005 * estimated else f"{told}; runs here took {gained / estimated:.1%} less in all"
 
 
 def _vain_compression(candidate: Candidate) -> list[str]:
@@ -136,6 +145,21 @@ def _vain_compression(candidate: Candidate) -> list[str]:
     shapes, element = list(shapes_of(scenario.spec).values()), int(scenario.held_bytes[1])
     vain = scenario.layout.compression.in_vain(shapes, scenario.layout.dp, element)
     return [] if vain is None else [f"warning: {vain}"]
+
+
+def _whole_at_first(question: Question, candidate: Candidate) -> list[str]:
+    """That a run with this compression begins without it, and what that makes of its time."""
+    compression = candidate.scenario.layout.compression
+    share = whole_steps(compression, 100) / 100
+    if not share or candidate.strategy.dp == 1 or question.cluster.groups:
+        return []
+    uncompressed = estimate(question, replace(candidate.strategy, compress=NONE), candidate.micro_batch)
+    whole = in_full(question, uncompressed).step_s
+    mean = share * whole + (1 - share) * candidate.step_s
+    return [
+        f"a step's time is that of compressed ones: {compression.kind} begins after {share:.0%} of a run "
+        f"(comm.compress_after=auto), whose steps take {whole:.3g} s before, {mean:.3g} s on average over all"
+    ]
 
 
 def _fewer(best: Candidate, other: Candidate) -> str:

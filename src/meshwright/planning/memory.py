@@ -7,6 +7,7 @@ Torch's own count (allocated) is the sum of states, activations, logits and buff
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import sqrt
 from typing import NamedTuple
 
 from meshwright.planning import blocks
@@ -208,8 +209,8 @@ class _LayerInfo(dict[tuple[bool, bool], tuple[LayerKept, float, blocks.Held]]):
     def __missing__(self, key: tuple[bool, bool]) -> tuple[LayerKept, float, blocks.Held]:
         sparse, again = key
         scenario, layout = self.scenario, self.scenario.layout
-        work = layer_work(scenario, sparse)
-        kept = kept_by_layer(scenario, work, sparse, again)
+        work, over_layers = layer_work(scenario, sparse), _over_layers(scenario)
+        kept = kept_by_layer(over_layers, layer_work(over_layers, sparse), sparse, again)
         # The gradient of the widest product's output, beside what is kept.
         beside = work.widest * (scenario.element + _casting_bytes(scenario))
         if again:
@@ -218,6 +219,16 @@ class _LayerInfo(dict[tuple[bool, bool], tuple[LayerKept, float, blocks.Held]]):
         held = blocks.layer_parameters(scenario.spec, sparse, layout.tp, layout.ep, layout.expert_tp)
         self[key] = kept, beside, held
         return self[key]
+
+
+def _over_layers(scenario: Scenario) -> Scenario:
+    """With the rows of the busiest rank as they are over all layers that it keeps: experts that are chosen often in one
+    layer are on another rank in the next, so that its sum lies nearer to the mean than its share of one layer."""
+    spec = scenario.spec
+    if scenario.imbalance == 1.0:
+        return scenario
+    mixtures = sum(spec.is_sparse(layer) for layer in range(spec.num_hidden_layers)) / scenario.layout.pp
+    return replace(scenario, imbalance=1.0 + (scenario.imbalance - 1.0) / sqrt(max(1.0, mixtures)))
 
 
 class _Full(NamedTuple):

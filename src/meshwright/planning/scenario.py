@@ -154,7 +154,7 @@ class Scenario:
     loss_chunks: int = 1
     """Parts in which the loss is computed, so that logits are there one part at a time."""
     imbalance: float = 1.0
-    """How much more the busiest expert-parallel rank gets than the mean, in time and memory."""
+    """How much more rows of a layer the busiest expert-parallel rank gets than the mean."""
     kept: Kept = FLOAT32
     """How our own trainer keeps weights and moments; `software` knows it too."""
     compile: bool = True

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.cluster.recording import opened
 from meshwright.cluster.sysfs import read_hardware
 from meshwright.comm.nccl_profile import nccl_profile
 from meshwright.comm.nccl_variables import given_settings
@@ -55,7 +56,8 @@ def describe(group: argparse._ArgumentGroup) -> None:
     add("--shm", default="8Gi", metavar="SIZE", help="of /dev/shm, part of the memory (default %(default)s)")
     add("--gpu-resource", default="nvidia.com/gpu", metavar="NAME", help="what a GPU is called (default %(default)s)")
     add("--rdma", metavar="RESOURCE[=N]", help="devices for RDMA, such as rdma/hca=1; adds IPC_LOCK")
-    add("--hardware", type=Path, metavar="FOLDER", help="a machine's recorded tree: its NCCL settings go into the pods")
+    told = "a machine's recording (meshwright doctor --record), or tree: its NCCL settings go into the pods"
+    add("--hardware", type=Path, metavar="PATH", help=told)
     add(
         *("--secret-env",),
         action="append",
@@ -271,13 +273,15 @@ def _toleration(word: str) -> dict[str, Any]:
     return found | ({"effect": effect} if effect else {})
 
 
-def _nccl(folder: Path | None, submission: Submission) -> dict[str, str]:
+def _nccl(path: Path | None, submission: Submission) -> dict[str, str]:
     """NCCL's settings for a recorded machine, but for what --env says."""
-    if folder is None:
+    if path is None:
         return {}
-    if not (folder / "sys").is_dir():
-        raise ConfigError(f"--hardware {folder} is no folder with a recorded /sys and /proc (docs/doctor.md)")
-    given = given_settings(submission.environment, folder)
-    chosen = nccl_profile(read_hardware(folder), given, machines=submission.machines.most).environment()
+    if not path.is_file() and not (path / "sys").is_dir():
+        wanted = "no recording of `meshwright doctor --record`, and no folder with a machine's /sys and /proc"
+        raise ConfigError(f"--hardware {path} is {wanted} (docs/doctor.md)")
+    with opened(path) as root:
+        given = given_settings(submission.environment, root)
+        chosen = nccl_profile(read_hardware(root), given, machines=submission.machines.most).environment()
     # A pod's interfaces have names of their own, which it finds out when it starts.
     return {name: value for name, value in chosen.items() if not name.endswith("_SOCKET_IFNAME")}

@@ -69,11 +69,10 @@ export class Breakdown {
     const x = scale(0, longest || 1, LEFT, picture.width - 10);
     picture.drawing.replaceChildren();
     for (const value of ticks(0, longest, Math.max(2, picture.width / 120))) {
-      const [at, text] = [x(value), value ? seconds(value) : "0"];
-      const beyond = at + picture.widest([text]) / 2 > picture.width;
+      const at = x(value);
       picture.drawing.append(
         shape("g", { class: "grid" }, shape("line", { x1: at, x2: at, y1: 0, y2: height - 20 })),
-        shape("text", { x: beyond ? picture.width : at, y: height - 6, "text-anchor": beyond ? "end" : value ? "middle" : "start" }, text),
+        picture.tickLabel(at, height - 6, value ? seconds(value) : "0", value ? "middle" : "start"),
       );
     }
     this.rows = bars.map((bar, place) => {

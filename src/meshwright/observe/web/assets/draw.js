@@ -112,6 +112,12 @@ export class Picture {
     return Math.max(0, ...wide);
   }
 
+  // The label of a place on an axis, which ends at the drawing's edge where it would go beyond it.
+  tickLabel(at, y, text, anchor) {
+    const beyond = at + this.widest([text]) / 2 > this.width;
+    return shape("text", { x: beyond ? this.width : at, y, "text-anchor": beyond ? "end" : anchor }, text);
+  }
+
   describe(text) {
     if (this.description.textContent !== text) this.description.textContent = text;
   }

@@ -103,7 +103,7 @@ export class LineChart {
     const { width, drawing } = this.picture;
     const grid = shape("g", { class: "grid" });
     for (const value of ticks(this.x.low, this.x.high, Math.max(2, width / 110)).filter(Number.isInteger)) {
-      grid.append(shape("text", { x: this.x(value), y: HEIGHT - 6, "text-anchor": "middle" }, value.toLocaleString("en")));
+      grid.append(this.picture.tickLabel(this.x(value), HEIGHT - 6, value.toLocaleString("en"), "middle"));
     }
     grid.append(shape("text", { x: MARGIN.left - 12, y: HEIGHT - 6, "text-anchor": "end" }, "step"));
     drawing.append(grid);

@@ -97,7 +97,11 @@ class Page {
   tick() {
     const link = document.getElementById("link");
     const run = this.runs?.[this.chosen];
-    if (!run || this.fixed) return;
+    if (this.fixed) return;
+    if (!run) {
+      link.textContent = this.linked === false ? "the server does not answer" : "";
+      return;
+    }
     const age = (run.age_s ?? 0) + (performance.now() - this.arrived) / 1000;
     link.textContent = this.linked === false ? "the server does not answer" : run.state === "running" && run.step ? age < 1.5 ? "last step just now" : `last step ${seconds(Math.floor(age))} ago` : "";
   }
@@ -137,7 +141,14 @@ if (written) {
   page.fixed = true;
   page.take(written);
 } else {
-  follow((data) => page.take(data), (linked) => {
+  // Of a long run the server reads for some seconds, in which empty pictures would look like a run without steps.
+  const main = document.getElementById("main");
+  main.setAttribute("aria-busy", "true");
+  document.getElementById("state").textContent = "reading what the run has recorded";
+  follow((data) => {
+    main.removeAttribute("aria-busy");
+    page.take(data);
+  }, (linked) => {
     page.linked = linked;
     page.tick();
   });

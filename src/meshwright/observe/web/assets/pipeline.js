@@ -60,7 +60,7 @@ export class Pipeline {
     halves.forEach((half, which) => this.drawHalf(half, which * each, tall, x, which));
     const bottom = halves.length * each + 12;
     for (const value of ticks(0, x.high, Math.max(2, picture.width / 160))) {
-      picture.drawing.append(shape("text", { x: x(value), y: bottom, "text-anchor": value ? "middle" : "start" }, value ? seconds(value) : "0"));
+      picture.drawing.append(picture.tickLabel(x(value), bottom, value ? seconds(value) : "0", value ? "middle" : "start"));
     }
     const kinds = [...new Set(this.passes.map((pass) => pass.kind))];
     picture.legend.replaceChildren(
