@@ -123,7 +123,7 @@ def explain(plan: Plan) -> list[str]:
         if runner.change is not None:
             line += f"; cheapest change that makes it fit: {runner.change}"
         lines.append(line)
-    lines.extend(_fewer(best, other) for other in plan.fewer)
+    lines.extend(fewer_chips(best, other) for other in plan.fewer)
     return lines + _narrower(plan)
 
 
@@ -162,15 +162,14 @@ def _whole_at_first(question: Question, candidate: Candidate) -> list[str]:
     ]
 
 
-def _fewer(best: Candidate, other: Candidate) -> str:
+def fewer_chips(best: Candidate, other: Candidate) -> str:
     """What fewer chips would do."""
     gpus, all_gpus = other.scenario.cluster.gpus, best.scenario.cluster.gpus
     time = other.step_s / best.step_s
     work = time * gpus / all_gpus - 1
     verdict = "the same work for less" if work < -0.02 else "as efficient" if work < 0.02 else "less efficient"
-    return (
-        f"on {gpus} GPUs ({other.strategy}) a step takes {time:.2f} times as long and {work:+.1%} GPU-hours: {verdict}"
-    )
+    hours = "as many" if abs(work) < 0.0005 else f"{work:+.1%}"
+    return f"on {gpus} GPUs ({other.strategy}) a step takes {time:.2f} times as long and {hours} GPU-hours: {verdict}"
 
 
 def _nothing_fits(plan: Plan) -> list[str]:
