@@ -11,6 +11,7 @@ once more with checks, for a better word on why.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -37,6 +39,7 @@ MOST_THREADS = {"cpu": 60, "cuda": 300}
 """How many threads a rank may have before it is replaced, by where it computes: CUDA has threads of its own, and ranks
 that use it are fresh interpreters, which take seconds to replace."""
 
+_SILENT = "ended without a word"
 _DONE = "done"
 """How many ranks have ended a piece of work, in the store where they met."""
 
@@ -77,9 +80,11 @@ class RankPool:
         except RankError as error:
             if self.checked or ranks == 1:
                 raise
-            self._check_and_run(work, ranks, inputs)
-            # Ranks that agree, and a result this time: what failed was not a disagreement.
-            raise error from None
+            failed = error
+        # Not while the error is handled: forked ranks would tell of it beside their own.
+        self._check_and_run(work, ranks, inputs)
+        # Ranks that agree, and a result this time: what failed was not a disagreement.
+        raise failed
 
     def _check_and_run(self, work: Callable[..., Any], ranks: int, inputs: tuple[Any, ...]) -> None:
         self.checked = True
@@ -96,7 +101,9 @@ class RankPool:
         store = str(Path(self._folder.name) / str(self._count))
         taken = self._ranks[:ranks]
         for rank, (_, pipe) in enumerate(taken):
-            pipe.send((work, rank, ranks, store, inputs))
+            # One that is gone is noticed when its answer is read.
+            with suppress(OSError):
+                pipe.send((work, rank, ranks, store, inputs))
         try:
             results = self._results(taken)
         except BaseException:
@@ -124,14 +131,18 @@ class RankPool:
             os.environ.setdefault(variable, "lo" if sys.platform == "linux" else "lo0")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-")
         context: Any = multiprocessing.get_context("fork" if may_fork(self.device) else "spawn")
-        for _ in range(self.size):
+        for number in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, os.getpid(), self.timeout_s, self.checked, self.device), daemon=True
-            )
+            facts = theirs, os.getpid(), self.timeout_s, self.checked, self.device, self._stacks(number)
+            process = context.Process(target=_serve, args=facts, daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
+
+    def _stacks(self, number: int) -> Path:
+        """Where a rank that a fatal signal ends leaves its stacks."""
+        assert self._folder is not None
+        return Path(self._folder.name) / f"{number}.fatal"
 
     def _results(self, taken: list[tuple[BaseProcess, Connection]]) -> list[Any]:
         results: dict[int, Any] = {}
@@ -148,15 +159,18 @@ class RankPool:
                 rank = waiting.pop(pipe)
                 try:
                     done, when, value = pipe.recv()
-                except EOFError:
-                    done, when, value = False, time.time(), f"ended without a word: {_end(taken[rank][0])}"
+                except (EOFError, OSError):
+                    end = _end(taken[rank][0])
+                    done, when, value = False, time.time(), f"{_SILENT}: {end}\n{_read(self._stacks(rank))}"
                 if done:
                     results[rank] = value
                 else:
                     failures.append((when, rank, value))
         if failures:
-            _, rank, text = min(failures)
-            raise RankError(f"rank {rank} of {len(taken)} failed:\n{text}")
+            (_, rank, text), *others = sorted(failures)
+            # Others notice one that is gone before this process does.
+            silent = "".join(f"\nrank {other} {said}" for _, other, said in others if said.startswith(_SILENT))
+            raise RankError(f"rank {rank} of {len(taken)} failed:\n{text}{silent}")
         if waiting:
             raise RankError(f"ranks {sorted(waiting.values())} of {len(taken)} gave no result in {self.timeout_s:g} s")
         return [results[rank] for rank in range(len(taken))]
@@ -167,6 +181,11 @@ def _end(process: BaseProcess) -> str:
     process.join(5.0)
     code = process.exitcode
     return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+
+
+def _read(stacks: Path) -> str:
+    """What a rank has left there, if anything."""
+    return stacks.read_text(errors="replace") if stacks.exists() else ""
 
 
 def _threads(process: BaseProcess) -> int:
@@ -184,8 +203,10 @@ def _wait_for_others(meeting: FileStore | None, size: int) -> None:
         done = meeting.add(_DONE, 0)
 
 
-def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool, device: str) -> None:
+def _serve(pipe: Connection, parent: int, timeout_s: float, checked: bool, device: str, stacks: Path) -> None:
     """The life of a rank: work, answer, wait for more."""
+    # Opened once and kept: a signal handler cannot open any.
+    faulthandler.enable(stacks.open("w"))
     # Ctrl-C is the parent's to answer: it ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
