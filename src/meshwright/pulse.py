@@ -122,10 +122,10 @@ class Pulse:
         waits = self.waits
         began = time.monotonic() if waits is not None else 0.0
         if self._memory is not None:
-            _WAITS_FOR.pack_into(self._memory, _WAITS_AT, rank)
+            self._memory[_WAITS_AT : _NOW.size] = _WAITS_FOR.pack(rank)
         yield
         if self._memory is not None:
-            _WAITS_FOR.pack_into(self._memory, _WAITS_AT, NOBODY)
+            self._memory[_WAITS_AT : _NOW.size] = _WAITS_FOR.pack(NOBODY)
         if waits is not None:
             waits.append((began, time.monotonic()))
 
@@ -139,11 +139,13 @@ class Pulse:
             if seconds > self._longest[ending]:
                 self._longest[ending] = seconds
             if memory is not None:
-                _ENDED.pack_into(memory, _NOW.size + _ENDED.size * ending, self._ended[ending], self._longest[ending])
+                place = _NOW.size + _ENDED.size * ending
+                memory[place : place + _ENDED.size] = _ENDED.pack(self._ended[ending], self._longest[ending])
         self._phase, self._since, self.phase = phase, now, PHASES[phase]
         self._entered += 1
         if memory is not None:
-            _NOW.pack_into(memory, 0, os.getpid(), self.step, phase, self._entered, now, NOBODY)
+            # Packed beside and copied: packed in place, it would be zeros for a moment, and somebody may look.
+            memory[: _NOW.size] = _NOW.pack(os.getpid(), self.step, phase, self._entered, now, NOBODY)
         for listener in self.listeners:
             listener(PHASES[phase], now)
 

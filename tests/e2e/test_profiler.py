@@ -55,6 +55,12 @@ def spans_of(run: Path, rank: int) -> dict[int, Any]:
     return {line["step"]: line for line in map(json.loads, lines)}
 
 
+def steps_with_spans(run: Path, rank: int) -> list[int]:
+    """The steps of a rank's timelines, one for each line."""
+    lines = (run / f"ranks/{rank:05d}.spans.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
 @pytest.mark.parametrize("strategy", ["dp=2", "dp=1 pp=2"])
 def test_steps_on_demand_have_a_timeline_as_those_in_turn(
     strategy: str, meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
@@ -92,7 +98,22 @@ def test_a_run_that_ends_or_goes_back_within_the_steps_on_demand_has_timelines_o
     settings = ["train.steps=10", "observe.profile_steps=5:9", "elastic.bad_steps=2", "checkpoint.every=4"]
     back = meshwright("train", *tiny_run, *settings, "observe.profile_every=0", "run.dir=b", MESHWRIGHT_FAULT=bad)
     assert back.returncode == 0, back.stderr
-    assert list(spans_of(tmp_path / "b", 0)) == [5, 6, 7, 8, 9]
+    assert steps_with_spans(tmp_path / "b", 0) == [5, 6, 7, 8, 9]
+
+
+def test_a_run_goes_back_to_steps_on_demand_out_of_one_that_is_profiled_in_turn(
+    meshwright: CommandLine, tiny_run: list[str], tmp_path: Path
+) -> None:
+    # Two bad steps send it from 8 back to 4. In turn would be 9, which begins where 8 ends, and on demand is 5.
+    bad = ";".join(f"step={step},phase=forward,kind=nan" for step in (7, 8))
+    settings = ["train.steps=12", "elastic.bad_steps=2", "checkpoint.every=4", "elastic.max_restarts=0"]
+    both = ["observe.profile_steps=5:6", "observe.profile_every=4", "run.dir=a"]
+    back = meshwright("train", *tiny_run, *settings, *both, MESHWRIGHT_FAULT=bad)
+    assert back.returncode == 0, back.stderr
+    assert "no more" not in back.stderr
+    events = (json.loads(line)["event"] for line in (tmp_path / "a/events.jsonl").read_text().splitlines())
+    assert "rollback" in set(events)
+    assert steps_with_spans(tmp_path / "a", 0) == [5, 6, 7, 5, 6, 7, 9]
 
 
 def test_a_step_in_turn_that_a_profile_on_demand_takes_is_made_up_for(
@@ -103,6 +124,11 @@ def test_a_step_in_turn_that_a_profile_on_demand_takes_is_made_up_for(
     assert meshwright("train", *tiny_run, *both).returncode == 0
     written = meshwright("watch", "a", "--trace", "t.json")
     assert "steps 5, 7, 8, 9, 11;" in written.stdout
+    # A step in turn, 5, that ends where a profile on demand has begun is none of either's.
+    near = ["run.dir=near", "train.steps=11", "observe.profile_steps=6:7", "observe.profile_every=3"]
+    ended = meshwright("train", *tiny_run, *near, "elastic.max_restarts=0")
+    assert ended.returncode == 0, ended.stderr
+    assert "steps 6, 7, 8, 11;" in meshwright("watch", "near", "--trace", "t.json").stdout
     missing = meshwright("watch", "a", "--trace", "t.json", "--steps", "1:4")
     assert missing.returncode == 2
     assert "none of the steps 1:4 has a timeline; a has steps 5, 7, 8, 9, 11" in missing.stderr

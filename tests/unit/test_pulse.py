@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -116,3 +118,31 @@ def test_waits_for_other_ranks_are_kept_while_somebody_wants_them() -> None:
         time.sleep(0.01)
     ((begin, end),) = pulse.waits
     assert end - begin >= 0.01
+
+
+ENTERING = """
+import sys
+from pathlib import Path
+from meshwright.pulse import Pulse
+pulse = Pulse(path=Path(sys.argv[1]))
+pulse.enter("forward")
+pulse.enter("backward")
+print("begins", flush=True)
+while True:
+    pulse.enter("forward")
+    pulse.enter("backward")
+"""
+
+
+def test_what_a_rank_says_while_somebody_looks_is_whole(tmp_path: Path) -> None:
+    before = time.monotonic()
+    path = tmp_path / "0.pulse"
+    rank = subprocess.Popen([sys.executable, "-c", ENTERING, str(path)], stdout=subprocess.PIPE)
+    try:
+        assert rank.stdout is not None
+        rank.stdout.readline()
+        beats = [read_pulse(path) for _ in range(5000)]
+    finally:
+        rank.kill()
+        rank.communicate()
+    assert all(beat is not None and beat.pid == rank.pid and beat.since >= before for beat in beats)

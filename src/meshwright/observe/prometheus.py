@@ -12,7 +12,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from meshwright.address import Address
 from meshwright.observe.metrics_server import MetricsServer
-from meshwright.observe.rank_board import MEMORY, Board, Figures, board_folder, read_boards
+from meshwright.observe.rank_board import MEMORY, Board, Figures, board_folder, leave, read_boards
 from meshwright.observe.step_metrics import StepMetrics
 from meshwright.secrets import read_token
 from meshwright.training.hooks import Hook, Metrics
@@ -123,9 +122,7 @@ class Prometheus(Hook):
         if self._board is not None:
             self._board.close()
         elif self._boards is not None:
-            with suppress(OSError):
-                # Works where no other rank is left.
-                self._boards.rmdir()
+            leave(self._boards)
 
     def _event(self, trainer: TrainingLoop, **facts: Any) -> None:
         # Another machine may not see the folder.

@@ -54,6 +54,8 @@ class Recorder(Hook):
         # The step that sends the run back is not told to the hooks that follow.
         if self._recording is not None and self._recording.last_step != trainer.step:
             self.after_step(trainer, {})
+        if self._recording is not None:
+            self._recording.drop_profiles()
 
     def at_rollback(self, trainer: TrainingLoop) -> None:
         if self._recording is not None:
@@ -149,10 +151,13 @@ class _Recording:
         self._cost.inside += time.perf_counter() - entered
         return lines
 
-    def begin_again(self, step: int) -> None:
-        """Steps go on after an earlier one."""
+    def drop_profiles(self) -> None:
+        """The step in hand comes to nothing; whoever profiles on demand may begin from now on."""
         self._profiling.drop()
         self.demanded.drop()
+
+    def begin_again(self, step: int) -> None:
+        """Steps go on after an earlier one."""
         self._pending.clear()
         self._phases.begin()
         self.demanded.begin(step + 1)
@@ -166,8 +171,7 @@ class _Recording:
 
     def close(self) -> None:
         """Always, at the end."""
-        self._profiling.drop()
-        self.demanded.drop()
+        self.drop_profiles()
         self._phases.close()
         if self._look_at_gradients in self._pulse.listeners:
             self._pulse.listeners.remove(self._look_at_gradients)
