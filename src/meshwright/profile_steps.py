@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 def parse_steps(text: str) -> range:
     """Steps from FIRST:LAST, both included, or of one STEP."""
@@ -15,6 +18,11 @@ def parse_steps(text: str) -> range:
 def on_demand(setting: str | None) -> range:
     """The steps that are profiled on demand: whoever else would profile them gives way, since one can at a time."""
     return parse_steps(setting) if setting is not None else range(0)
+
+
+def is_usual(line: Mapping[str, Any]) -> bool:
+    """Whether a step that a rank has recorded took what others take: profilers slow down what they watch."""
+    return not line.get("profiled") and not line.get("on_demand")
 
 
 def step_mark(step: int) -> str:

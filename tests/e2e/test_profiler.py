@@ -86,6 +86,7 @@ def test_steps_on_demand_have_a_timeline_as_those_in_turn(
         # Their figures are those of other steps: this profiler slows them down by much.
         records = [json.loads(line) for line in (tmp_path / f"a/ranks/{rank:05d}.jsonl").read_text().splitlines()]
         assert [line["step"] for line in records if line.get("profiled")] == [5]
+        assert [line["step"] for line in records if line.get("on_demand")] == [7, 8, 9]
 
 
 def test_a_run_that_ends_or_goes_back_within_the_steps_on_demand_has_timelines_of_what_there_was(

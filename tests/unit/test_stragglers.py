@@ -173,11 +173,12 @@ def test_own_time_is_known_where_nobody_waits_and_elsewhere_from_profiles() -> N
     lines[3] = {"parts": {"data": 30.0, "forward": 2.0, "backward": 9.0}}
     assert own_seconds(lines, plain) == {"data": 1.0, "forward": 2.0, "optimizer": 0.0}
     lines.append({"profiled": True, "parts": {"data": 5.0, "forward": 3.0, "backward": 4.0}})
+    lines += [{"on_demand": True, "parts": {"data": 1.0, "forward": 50.0, "backward": 90.0}}] * 3
     found = own_seconds(lines, plain)
     assert (found["data"], found["forward"], found["backward"]) == (1.0, 2.0, 4.0)
     assert "checkpoint" not in found
     lines[2]["parts"]["checkpoint"] = 3.0
-    assert own_seconds(lines, plain)["checkpoint"] == 0.5
+    assert own_seconds(lines[:6], plain)["checkpoint"] == 0.5
     assert own_seconds([], plain) == {}
 
 

@@ -49,6 +49,11 @@ class Demanded:
         self._noted: list[_Noted] = []
         self._events: Events | None = None
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the step in hand is one of them."""
+        return self._begun is not None
+
     def begin(self, step: int) -> None:
         """This step begins here."""
         if step in self._steps and is_profiling():

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from meshwright.observe.stragglers import PHASES
+from meshwright.profile_steps import is_usual
 from meshwright.strategy import Strategy
 
 
@@ -43,7 +44,7 @@ def own_seconds(lines: Sequence[Mapping[str, Any]], alone: Iterable[str]) -> dic
             found |= {phase: saves / len(lines)} if saves else {}
             continue
         # A profiler slows down what it watches, and not all ranks alike.
-        chosen = [line for line in lines if not line.get("profiled")] if phase in alone else profiled
+        chosen = list(filter(is_usual, lines)) if phase in alone else profiled
         if chosen:
             found[phase] = _usual([line["parts"].get(phase, 0.0) for line in chosen])
     return found

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.observe.curves import RECENT_STEPS, number
 from meshwright.observe.rank_times import RankTimes
 from meshwright.observe.tail import Line, Tail
+from meshwright.profile_steps import is_usual
 
 RECENT = 200
 """Steps of a rank that are kept."""
@@ -67,7 +68,7 @@ class RankRecord:
     def mean_steps(self) -> list[Line]:
         """The steps over which means go: its newest ones, profiled ones left out where others are there."""
         recent = list(self.steps)[-RECENT_STEPS:]
-        return [line for line in recent if not line.get("profiled")] or recent
+        return list(filter(is_usual, recent)) or recent
 
     def mean_parts(self) -> dict[str, float]:
         """Seconds of a step by part: the mean over `mean_steps`."""

@@ -34,10 +34,12 @@ PARTS = {
 class StepRecord:
     """What there is to say of a step: numbers are taken when it ends, and made a line when somebody wants it."""
 
-    __slots__ = ("_line", "breakdown", "memory", "step", "time", "timed")
+    __slots__ = ("_line", "breakdown", "memory", "on_demand", "step", "time", "timed")
 
-    def __init__(self, step: int, memory: dict[str, int], breakdown: Breakdown | None) -> None:
+    def __init__(self, step: int, memory: dict[str, int], breakdown: Breakdown | None, on_demand: bool = False) -> None:
         self.step, self.memory, self.breakdown = step, memory, breakdown
+        self.on_demand = on_demand
+        """Whether it was one of observe.profile_steps."""
         self.time = time.time()
         self.timed: Timed | None = None
         """Its times, which a GPU tells later."""
@@ -49,6 +51,7 @@ class StepRecord:
             assert self.timed is not None
             line = {"kind": "step", "step": self.step, "time": round(self.time, 6), "memory": self.memory}
             line |= {"seconds": round(self.timed.seconds, 7), "parts": parts_of(self.timed, self.breakdown)}
+            line |= {"on_demand": True} if self.on_demand else {}
             self._line = line | (facts_of(self.breakdown) if self.breakdown is not None else {})
         return self._line
 

@@ -126,13 +126,14 @@ class _Recording:
     def end_step(self, trainer: TrainingLoop, metrics: StepMetrics) -> None:
         """Record the step that ends here."""
         profiled = self._profiling.end(trainer) if self._profiling.is_running else None
+        on_demand = self.demanded.is_running
         for spans in self.demanded.end(trainer):
             self._writer.put(self._spans, spans)
         entered = time.perf_counter()
         self.last_step = step = trainer.step
         self._phases.end_step(step)
         breakdown = profiled.breakdown if profiled is not None else None
-        self._pending[step] = StepRecord(step, self._memory.now(), breakdown), profiled
+        self._pending[step] = StepRecord(step, self._memory.now(), breakdown, on_demand), profiled
         if not self._is_known:
             self._introduce(trainer)
         self._write_steps()

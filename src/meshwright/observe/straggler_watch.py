@@ -18,6 +18,7 @@ from meshwright.observe.plan_file import PlanFile
 from meshwright.observe.stragglers import Sections, Stragglers, sentence
 from meshwright.parallel.exchange import Exchange
 from meshwright.planning.stage_work import stage_work
+from meshwright.profile_steps import is_usual
 from meshwright.training.hooks import Hook, Metrics
 from meshwright.training.loop import TrainingLoop
 
@@ -59,7 +60,7 @@ class StragglerWatch(Hook):
         lines = self._take_lines()
         own = {phase: round(seconds, 7) for phase, seconds in own_seconds(lines, self._alone).items()}
         # What a profile costs is no part of what a step takes.
-        usual = [line["seconds"] for line in lines if not line.get("profiled")] or [line["seconds"] for line in lines]
+        usual = [line["seconds"] for line in list(filter(is_usual, lines)) or lines]
         step_s = round(median(usual), 7) if usual else 0.0
         told = self._channel.collect({"own": own, "step_s": step_s})
         if trainer.world.is_first:
