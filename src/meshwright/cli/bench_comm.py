@@ -67,7 +67,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-save", action="store_true", help="do not keep latencies and bandwidths for later plans")
     parser.set_defaults(**_HOW)
     parser.epilog = (
-        "Sizes, times and bandwidths are those of nccl-tests. Under torchrun or srun all ranks of the job take part.\n"
+        "Sizes and bandwidths are those of nccl-tests; on CPU cores times are medians of the calls, not means.\n"
+        "Under torchrun or srun all ranks of the job take part.\n"
         "exit code: 0 all results were right, 1 one was wrong, 2 something to change in the command\n\n"
         "examples:\n"
         "  meshwright bench comm all_reduce --nproc 4 -b 8 -e 128M -f 2 --plot\n"
@@ -224,12 +225,13 @@ def _measure(args: argparse.Namespace, asked: Asked) -> dict[str, Any] | None:
 
 def _lines(rows: Sequence[Row]) -> dict[str, Any]:
     """Print latencies and bandwidths; gives all that is to be written."""
-    if len({row.bytes for row in rows}) > 1:
+    found = list(lines_through(rows))
+    if found:
         print("\nlatency and bus bandwidth, from all sizes:")
     else:
         print("\nlatency and bus bandwidth: not known from one size; -b and -e further apart tell them")
     lines = []
-    for row, line in lines_through(rows):
+    for row, line in found:
         bent = ""
         if line.bend is not None and line.beyond is not None:
             whole = line.bend / bus_factor(row.operation, row.ranks)
