@@ -93,3 +93,8 @@ def test_what_is_settled_stays_in_checkpoints_of_other_strategies() -> None:
     whole.restore(checkpoint("auto", unsent=True, state=topk.state(81)))
     assert whole.state(90) == {"compress_after": 80}
     assert Beginning(config, Strategy.parse("dp=2 compress=int8", 2)).state(90) == {}
+
+
+def test_one_rank_that_compresses_nothing_settles_nothing() -> None:
+    config = load_config(None, ["train.steps=100"])
+    assert Beginning(config, Strategy.parse("dp=1 compress=topk:0.01", 1)).state(90) == {}

@@ -29,6 +29,8 @@ class Beginning:
         self.settled: int | None = None
         """What an earlier part of the run has settled."""
         self._asked = config.comm.compress_after
+        self._travels = strategy.dp > 1
+        """Whether there are gradients to compress: one rank sends none."""
 
     @property
     def steps(self) -> int:
@@ -39,7 +41,8 @@ class Beginning:
 
     def state(self, step: int) -> dict[str, Any]:
         """What a checkpoint after so many steps must remember."""
-        begun = self._asked == AUTO_STEPS and self.compression.remembers and step > self.steps
+        compresses = self._travels and self.compression.remembers
+        begun = self._asked == AUTO_STEPS and compresses and step > self.steps
         return {_KEY: self.steps} if begun or self.settled is not None else {}
 
     def restore(self, manifest: Manifest) -> None:
