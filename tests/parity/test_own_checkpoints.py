@@ -63,6 +63,15 @@ def test_gradients_that_were_not_sent_go_on_bit_for_bit(
             assert torch.equal(value, expected.held[name]), name
 
 
+@pytest.mark.parametrize("later", [50, None])
+def test_compression_that_has_begun_does_not_stop_again(later: int | None, pool: RankPool, tmp_path: Path) -> None:
+    strategy = "dp=2 compress=topk:0.05"
+    whole, _ = pool.run(go_on, 2, "branches", strategy, str(tmp_path / "whole"), 0, 6, 1)
+    pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 0, 3, 1)
+    found, _ = pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 3, 6, later)
+    assert found.losses == whole.losses[3:]
+
+
 @pytest.fixture
 def saved(pool: RankPool, tmp_path: Path) -> Path:
     """A folder with checkpoints of steps 1 and 2."""

@@ -26,7 +26,7 @@ from meshwright.checkpoint.reader import CheckpointReader
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.saver import Saver
 from meshwright.checkpoint.training_state import model_tensors, parts_of, restore
-from meshwright.checkpoint.unsent import has_unsent, left_out, restore_unsent, unsent_parts
+from meshwright.checkpoint.unsent import left_out, restore_unsent, unsent_parts
 from meshwright.comm.compression import NONE
 from meshwright.comm.compressors import Compressor
 from meshwright.errors import CheckpointError, UserError
@@ -192,7 +192,7 @@ def _fill(parallel: Parallel, reader: CheckpointReader, optimizer: torch.optim.O
     if restore_unsent(reader, parallel.module, parallel.compressor) and parallel.exchange.is_first:
         print(f"meshwright: {left_out(reader.manifest.step, parallel.strategy)}", file=sys.stderr, flush=True)
     if parallel.compressor is not None:
-        parallel.compressor.begin_step(_travelled(reader.manifest, parallel.compressor))
+        _go_on(parallel, parallel.compressor, reader.manifest)
     if optimizer is not None:
         for group, told in zip(optimizer.param_groups, reader.manifest.state["optimizer"]["groups"], strict=True):
             for name, value in told.items():
@@ -203,11 +203,24 @@ def _fill(parallel: Parallel, reader: CheckpointReader, optimizer: torch.optim.O
                     group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def _travelled(manifest: Manifest, compressor: Compressor) -> int:
-    """Steps whose gradients have travelled; compression that has begun goes on where that was not noted yet."""
-    noted: int = manifest.state.get("steps", manifest.step)
-    least = max(noted, compressor.whole_steps) if has_unsent(manifest) else noted
-    return int(manifest.state.get("travelled", least))
+def _go_on(parallel: Parallel, compressor: Compressor, manifest: Manifest) -> None:
+    """Let gradients travel on from where the checkpoint was."""
+    travelled, asked = _travelled(manifest), parallel.travel.whole_steps(compressor.how)
+    compressor.begin_step(travelled)
+    # What was not sent would wait, and be of less use the longer it does: compression that has begun goes on.
+    compressor.whole_steps = min(asked, travelled) if compressor.unsent else asked
+    if compressor.whole_steps < asked and parallel.exchange.is_first:
+        print(
+            f"meshwright: compress={parallel.strategy.compress} goes on at once and not after {asked} steps, since it "
+            f"had begun before the checkpoint of step {manifest.step}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _travelled(manifest: Manifest) -> int:
+    """Steps whose gradients have travelled."""
+    return int(manifest.state.get("travelled", manifest.state.get("steps", manifest.step)))
 
 
 def _together(exchange: Exchange, work: Callable[[], Result]) -> Result:
