@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext, redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import torch
 
 from meshwright.comm.travel import Travel
 from meshwright.config import load_config
+from meshwright.lock import Fence
 from meshwright.parallel.world import World
+from meshwright.planning.question import Question
+from meshwright.planning.retune import Seen, Switch
+from meshwright.strategy import Strategy
 from meshwright.trainer import Trainer
 from meshwright.verify.pool import RankPool
 from tests.parity.own_loops import images, loss_of, make
@@ -140,6 +145,37 @@ def test_whole_steps_are_no_measure_of_a_compressed_strategy(pool: RankPool, cor
     pool.run(train, 2, settings_of(tmp_path, corpus, TOPK, "comm.compress_after=9", "train.steps=36"))
     # Five at the start of what counts are left out, too.
     assert json.loads((tmp_path / "plan.json").read_text())["measured"]["steps"] == 36 - 9 - 5
+
+
+def retune(world: World, overrides: list[str]) -> list[tuple[int, str]]:
+    """After which steps a run has looked for a better strategy, and of which one it took its steps to be."""
+    trainer = Trainer(load_config(None, overrides), world)
+    # As from a launcher: without one nobody would start the ranks anew.
+    trainer.world = replace(world, fence=Fence(launch="one"))
+    looked = []
+
+    def better(question: Question, now: Strategy, micro_batch: int, seen: Seen, tried: Any) -> Switch:
+        looked.append((trainer.step, str(now)))
+        return Switch(Strategy.parse("pp=2", 2), 1, seen.step_s, seen.step_s / 2, "links")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.training.retune.better", better)
+        trainer.train()
+    return looked
+
+
+@pytest.mark.parametrize(("after", "looked"), [(6, (24, TOPK)), (18, (12, "dp=2"))])
+def test_a_run_that_looks_for_a_better_strategy_knows_which_steps_it_has_seen(
+    after: int, looked: tuple[int, str], pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    """Too few are left at the twelfth where compression began after six."""
+    settings = ("train.steps=30", "checkpoint.every=12", "parallel.retune=true", f"comm.compress_after={after}")
+    first, _ = pool.run(retune, 2, settings_of(tmp_path, corpus, TOPK, *settings))
+    assert first == [looked]
+    held = json.loads((tmp_path / "plan.json").read_text())
+    assert held["strategy"] == "dp=1 pp=2"
+    # What was asked for: a way back compresses again.
+    assert [text for text, *_ in held["tried"]] == [TOPK]
 
 
 def loop_by_itself(world: World, after: int | None, by_hand: bool) -> tuple[str, list[bool]]:

@@ -90,7 +90,8 @@ class Retune(Hook):
             return None
         if switch is None or not does_run(asked, str(switch.strategy), switch.micro_batch, trainer.world.size):
             return None
-        tried[str(now), micro_batch] = seen.step_s
+        # As it was asked for, so that a way back compresses again.
+        tried[str(strategy), micro_batch] = seen.step_s
         held["tried"] = [[*key, step_s] for key, step_s in tried.items()]
         held |= {"strategy": str(switch.strategy), "micro_batch": switch.micro_batch}
         folder.check_generation()
