@@ -54,6 +54,31 @@ def test_a_finished_run_is_read_whole(tmp_path: Path) -> None:
     assert [pair.name for pair in view.comparison.memory][:3] == ["parameters", "gradients", "optimizer"]
 
 
+def test_steps_that_sent_all_are_not_compared_with_what_compressed_ones_should_take(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", "dp=2 compress=topk:0.01", world=2, steps=0)
+    run = RunView(folder)
+
+    def record(first: int, last: int, step_s: float, share: float) -> None:
+        for step in range(first, last):
+            row = {"step": step, "time": 0.0, "step_s": step_s, "tokens_per_s": 8 / step_s, "sent_share": share}
+            append(folder / "metrics.jsonl", row)
+
+    record(1, 31, 2.0, 1.0)
+    view = run.refresh()
+    assert view.step_s == 2.0
+    assert view.comparison.step_time.measured is None
+    assert view.comparison.tokens.measured is None
+    record(31, 36, 0.5, 0.04)
+    view = run.refresh()
+    # What a step takes now is that of the last ones, whatever they sent.
+    assert view.step_s == 2.0
+    assert view.comparison.step_time.measured == 0.5
+    assert view.comparison.tokens.measured == 16.0
+    # In vain, but compressed.
+    record(36, 90, 4.0, 3.6)
+    assert run.refresh().comparison.step_time.measured == 4.0
+
+
 def test_where_no_event_tells_the_strategy_ranks_do_and_else_nobody(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", "dp=2 pp=2", world=4, steps=5)
     for name in ("events.jsonl", "plan.json", "config.toml"):

@@ -6,6 +6,7 @@ import math
 from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from statistics import fmean
 from typing import Any
 
@@ -71,6 +72,11 @@ class Curve:
             self.steps.insert(place, step)
             self.values.insert(place, value)
 
+    def at(self, step: int) -> float | None:
+        """The value of a step; None where it has none."""
+        place = bisect_left(self.steps, step)
+        return self.values[place] if self.steps[place : place + 1] == array("q", [step]) else None
+
 
 class Curves:
     """The metrics of every step; of a step that was recorded twice, the last record counts."""
@@ -124,6 +130,17 @@ class Curves:
     def recent(self, name: str, count: int = RECENT_STEPS) -> list[float]:
         """The last values of a metric, at most that many."""
         return list(self._of(name).values[-count:])
+
+    def compressed(self) -> Curves:
+        """The last steps whose gradients were compressed, by themselves; at most RECENT_STEPS."""
+        shares, found = self._of("sent_share"), Curves()
+        # Not those below 1: a compression that is in vain sends more.
+        backwards = (
+            step for step, share in zip(reversed(shares.steps), reversed(shares.values), strict=True) if share != 1
+        )
+        for step in reversed(list(islice(backwards, RECENT_STEPS))):
+            found.add({"step": step} | {name: curve.at(step) for name, curve in self._curves.items()})
+        return found
 
     def mean(self, name: str) -> float | None:
         """The mean of the last steps that have the metric, of a rate over their time: what displays call speed."""

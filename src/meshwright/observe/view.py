@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from meshwright.comm.compression import NONE
 from meshwright.errors import ConfigError
 from meshwright.lock import is_alive
 from meshwright.observe.account import Account
@@ -140,9 +141,10 @@ class RunView:
         ranks = self._ranks(stands, world, strategy)
         records = {rank.rank: rank.record for rank in ranks}
         goes_on = stands.state in ("running", "restarting")
-        recent = curves.recent("step_s")
-        step_s = statistics.median(recent) if recent else None
-        comparison = compare(plan, curves, step_s, [(one.coordinates, one.record) for one in ranks])
+        # What is expected of a strategy that compresses is expected of its compressed steps.
+        compresses = strategy is not None and strategy.compress != NONE and strategy.dp > 1
+        counted = curves.compressed() if compresses else curves
+        comparison = compare(plan, counted, _step_s(counted), [(one.coordinates, one.record) for one in ranks])
         return View(
             name=self.path.resolve().name,
             path=self.path,
@@ -157,7 +159,7 @@ class RunView:
             strategy=strategy,
             device=str((stands.start or {}).get("device") or ""),
             curves=curves,
-            step_s=comparison.step_time.measured,
+            step_s=_step_s(curves),
             ranks=ranks,
             events=list(events),
             comparison=comparison,
@@ -223,6 +225,11 @@ class RunView:
         spans = self._files.spans([one.rank for one in column])
         by_stage = {one.coordinates.get("pp", 0): spans[one.rank] for one in column if one.rank in spans}
         return pipeline_view(strategy, plan, by_stage)
+
+
+def _step_s(curves: Curves) -> float | None:
+    recent = curves.recent("step_s")
+    return statistics.median(recent) if recent else None
 
 
 def _ends(event: Line) -> bool:
