@@ -93,7 +93,7 @@ def test_a_longer_run_begins_later_unless_it_has_begun(pool: RankPool, corpus: P
     heard, *_ = pool.run(train_and_hear, 2, [*settings, "train.steps=20"])
     assert compressed_steps(tmp_path) == list(range(13, 21))
     assert (
-        "begins with step 13 of 20 (comm.compress_after=auto: 12, as it was settled before in this run; "
+        "compress=topk:0.05 from step 16 of 20 on (comm.compress_after=auto: 12, as it was settled before in this run; "
         "a new run of this length would take 16)"
     ) in heard
     assert "warning: topk after 12 of 20 steps is early" in heard
@@ -139,6 +139,11 @@ def test_a_run_that_sent_all_may_begin_when_it_goes_on(pool: RankPool, corpus: P
     settings = settings_of(tmp_path, corpus, TOPK, *AUTO)
     assert pool.run(steps_of, 2, settings) == [8, 8]
     assert pool.run(steps_of, 2, [*settings, "comm.compress_after=4"]) == [4, 4]
+    # Not with one that is done.
+    heard, *_ = pool.run(train_and_hear, 2, [*settings, "comm.compress_after=2"])
+    assert "comm   compress=topk:0.05 from step 5 of 10 on (comm.compress_after=2)" in heard
+    assert [row["step"] for row in rows(tmp_path) if row.get("sent_share", 1) < 1] == list(range(5, 11))
+    assert [one["compress_after"] for one in rows(tmp_path, "events.jsonl") if one["event"] == "resumed"] == [4]
 
 
 def test_whole_steps_are_no_measure_of_a_compressed_strategy(pool: RankPool, corpus: Path, tmp_path: Path) -> None:

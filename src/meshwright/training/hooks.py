@@ -78,7 +78,7 @@ class Events(Hook):
             **({"bf16_linears": trainer.one_step.parallel.wide} if trainer.one_step.parallel.wide else {}),
             **({"slow_attention": slow} if slow is not None else {}),
             **({"bucket_mb": trainer.one_step.parallel.travel.bucket_mb} if measured else {}),
-            **({"compress_after": trainer.one_step.beginning.steps} if compressed else {}),
+            **({"compress_after": max(trainer.one_step.beginning.steps, trainer.step)} if compressed else {}),
         )
 
     def at_end(self, trainer: TrainingLoop) -> None:

@@ -32,19 +32,22 @@ class TellTravel(Hook):
             print(f"comm   compress={strategy.compress} has nothing to do: one rank sends no gradients", flush=True)
         elif strategy.compress != NONE:
             asked, steps = trainer.config.comm.compress_after, trainer.config.train.steps
-            for line in when_compressed(strategy.compress, trainer.one_step.beginning, asked, steps):
+            for line in when_compressed(strategy.compress, trainer.one_step.beginning, asked, steps, trainer.step):
                 print(f"comm   {line}", flush=True)
 
 
-def when_compressed(kind: str, beginning: Beginning, asked: int | str, steps: int) -> Iterator[str]:
-    """From which step of so many on gradients are compressed and why; and what it costs where that is early."""
+def when_compressed(kind: str, beginning: Beginning, asked: int | str, steps: int, done: int) -> Iterator[str]:
+    """From which step of so many, some of them done, gradients are compressed and why; what it costs if it is early."""
     after, compression = beginning.steps, beginning.compression
     if after >= steps:
         meant = f" is {after} steps, which" if asked == AUTO_STEPS else ""
         yield f"comm.compress_after={asked}{meant} is not before train.steps={steps}: nothing is compressed"
         return
-    begins = f"step {after + 1} of {steps}" if after else "the first step"
-    yield f"compress={kind} begins with {begins} ({_why(beginning, asked)})"
+    begins = f"begins with step {after + 1} of {steps}" if after else "begins with the first step"
+    if done > after:
+        # Steps that are done may have been compressed, or have gone whole under another strategy.
+        begins = f"from step {done + 1} of {steps} on"
+    yield f"compress={kind} {begins} ({_why(beginning, asked)})"
     warning = early(compression, after, beginning.length)
     if warning is not None:
         auto = whole_steps(compression, beginning.length)
