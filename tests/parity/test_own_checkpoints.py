@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.comm.travel import Travel
 from meshwright.errors import CheckpointError, UserError
 from meshwright.models.initialize import build
 from meshwright.parallel.world import World
@@ -70,6 +71,41 @@ def test_compression_that_has_begun_does_not_stop_again(later: int | None, pool:
     pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 0, 3, 1)
     found, _ = pool.run(go_on, 2, "branches", strategy, str(tmp_path / "parts"), 3, 6, later)
     assert found.losses == whole.losses[3:]
+
+
+def go_on_by_hand(world: World, strategy: str, folder: str, first: int, last: int) -> list[bool]:
+    """Steps [first, last) whose passes and updates nobody counts; whether each sent less than all."""
+    parallel = make("branches", strategy, travel=Travel(compress_after=4))
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    parallel.load(folder, optimizer, must_exist=first > 0)
+    rows = [one[parallel.data_rank :: parallel.strategy.dp] for one in images(8).tensors]
+    found = []
+    for _ in range(first, last):
+        loss_of(parallel, *rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counted = parallel.sent_bytes()
+        found.append(counted is not None and counted[0] < counted[1])
+    parallel.save(folder, optimizer, step=last)
+    return found
+
+
+@pytest.mark.parametrize("between", ["dp=2 compress=topk:0.05", "dp=2", "dp=1"])
+def test_steps_by_hand_are_counted_across_checkpoints(between: str, pool: RankPool, tmp_path: Path) -> None:
+    """Also across one of a strategy that compresses nothing."""
+    strategy = "dp=2 compress=topk:0.05"
+    pool.run(go_on_by_hand, 2, strategy, str(tmp_path), 0, 3)
+    # Saved again as it is, under another number.
+    pool.run(save_again, mw.Strategy.fewest_processes(between), between, str(tmp_path), 4)
+    for found in pool.run(go_on_by_hand, 2, strategy, str(tmp_path), 4, 7):
+        assert found == [False, True, True]
+
+
+def save_again(world: World, strategy: str, folder: str, step: int) -> None:
+    parallel = make("branches", strategy)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    parallel.load(folder, optimizer)
+    parallel.save(folder, optimizer, step=step)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def save(
     step = state.get("step", parallel.loop.steps)
     if not isinstance(step, int) or step < 0:
         raise UserError(f"step={step!r} numbers the checkpoint; give a whole number from 0")
-    module, compressor = parallel.module, parallel.compressor
+    module, loop, compressor = parallel.module, parallel.loop, parallel.compressor
     facts = Manifest(
         step=step,
         position=0,
@@ -60,8 +60,8 @@ def save(
         written_by=f"meshwright {__version__}, torch {torch.__version__}",
         state={
             "loop": dict(state),
-            "steps": parallel.loop.steps,
-            "travelled": parallel.loop.steps if compressor is None else compressor.steps_done,
+            "steps": loop.steps,
+            "travelled": loop.steps + loop.by_hand if compressor is None else compressor.steps_done,
             "optimizer": None if optimizer is None else _described(optimizer),
             **parallel.loss_scale.state(),
         },
@@ -127,6 +127,7 @@ def load(
     _together(exchange, lambda: _fill(parallel, reader, optimizer))
     parallel.loss_scale.restore(manifest.state)
     parallel.loop.steps = manifest.state.get("steps", manifest.step)
+    parallel.loop.by_hand = _travelled(manifest) - parallel.loop.steps
     return dict(manifest.state.get("loop", {}))
 
 

@@ -14,6 +14,8 @@ class LoopState:
     def __init__(self) -> None:
         self.steps = 0
         """Steps that were done here, and before what was loaded."""
+        self.by_hand = 0
+        """Steps before what was loaded whose gradients travelled, and which are not among those."""
         self.samplers: list[BatchSampler] = []
         """Those that were given out."""
         self.in_step = False
