@@ -42,8 +42,12 @@ def test_kinds_that_leave_something_over_wait_for_a_share_of_the_run(kind: str, 
 def test_a_loop_of_unknown_length_waits_a_thousand_steps() -> None:
     assert Travel().whole_steps(Compression.parse("topk:0.01")) == 1000
     assert Travel(compress_after=7).whole_steps(Compression.parse("topk:0.01")) == 7
-    with pytest.raises(ConfigError, match="a whole number from 0"):
-        Travel(compress_after=-1).check(Strategy.parse("dp=2 compress=topk:0.01", 2))
+
+
+@pytest.mark.parametrize("after", [-1, "auto", 2.5, True])
+def test_steps_of_a_loop_that_are_no_number_are_told_in_words(after: Any) -> None:
+    with pytest.raises(ConfigError, match="a whole number from 0, or None for a loop whose length is not known"):
+        Travel(compress_after=after).check(Strategy.parse("dp=2 compress=topk:0.01", 2))
 
 
 def test_a_schedule_that_ends_later_is_the_length_of_the_run() -> None:

@@ -56,5 +56,10 @@ class Travel:
             )
         if self.bucket_mb is not None and strategy.wrap != "auto":
             raise ConfigError(f"comm.bucket_mb={self.bucket_mb} and wrap={strategy.wrap} say the same: leave one out")
-        if self.compress_after is not None and self.compress_after < 0:
-            raise ConfigError(f"compress_after={self.compress_after} are steps: give a whole number from 0")
+        # From Python anything may come, also what comm.compress_after of a run may be.
+        after: object = self.compress_after
+        if after is not None and (not isinstance(after, int) or isinstance(after, bool) or after < 0):
+            raise ConfigError(
+                f"compress_after={after!r} are steps: give a whole number from 0, or None for a loop whose length is "
+                "not known"
+            )
