@@ -139,15 +139,27 @@ def test_a_plan_tells_of_the_steps_before_compression(capsys: pytest.CaptureFixt
     slow = tmp_path / "slow.toml"
     slow.write_text('chip = "h100"\nnodes = 2\ngpus_per_node = 2\nnic = 0.1\n')
     asked = ["plan", "--model", "gpt2", "--cluster", str(slow), "--seq-len", "1024", "--global-batch", "16", "--json"]
+    asked += ["--tokens", "1e9", "--price", "2"]
     found = {}
     for kind in ("none", "int8", "topk:0.01"):
         assert main([*asked, "--strategy", f"dp=4 compress={kind}"]) == 0
         found[kind] = json.loads(capsys.readouterr().out)
-    whole, less = (found[kind]["candidates"][0]["step_time_s"] for kind in ("none", "topk:0.01"))
+    shown = {kind: one["candidates"][0] for kind, one in found.items()}
+    whole, less = (shown[kind]["step_time_s"] for kind in ("none", "topk:0.01"))
     assert less < 0.5 * whole
     told = f"topk begins after 80% of a run (comm.compress_after=auto), whose steps take {whole:.3g} s before, "
     assert any(f"{told}{0.8 * whole + 0.2 * less:.3g} s on average" in line for line in found["topk:0.01"]["why"])
     assert not any("begins after" in line for line in (*found["none"]["why"], *found["int8"]["why"]))
+    # All tokens are those of whole steps as well.
+    steps = 1e9 / (16 * 1024)
+    for kind, mean in (
+        ("none", whole),
+        ("topk:0.01", 0.8 * whole + 0.2 * less),
+        ("int8", shown["int8"]["step_time_s"]),
+    ):
+        days = steps * mean / 86_400
+        assert shown[kind]["days"] == pytest.approx(days, rel=1e-2)
+        assert shown[kind]["cost"] == pytest.approx(days * 24 * 2 * 4, rel=1e-2)
 
 
 def test_known_sizes() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from meshwright.comm.compression import NONE
-from meshwright.comm.whole_steps import whole_steps
 from meshwright.models.count import count_parameters
 from meshwright.models.shapes import shapes_of
 from meshwright.planning.group_words import stage_chips, ways
 from meshwright.planning.made import Plan
 from meshwright.planning.memory import FITS, Terms
 from meshwright.planning.narrow import in_words
-from meshwright.planning.question import Candidate, Question, estimate, in_full
+from meshwright.planning.question import Candidate, Question
 from meshwright.planning.state_memory import GIB
+from meshwright.planning.whole_at_first import whole_at_first
 
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried
@@ -149,16 +147,13 @@ def _vain_compression(candidate: Candidate) -> list[str]:
 
 def _whole_at_first(question: Question, candidate: Candidate) -> list[str]:
     """That a run with this compression begins without it, and what that makes of its time."""
-    compression = candidate.scenario.layout.compression
-    share = whole_steps(compression, 100) / 100
-    if not share or candidate.strategy.dp == 1 or question.cluster.groups:
+    begun = whole_at_first(question, candidate)
+    if begun is None:
         return []
-    uncompressed = estimate(question, replace(candidate.strategy, compress=NONE), candidate.micro_batch)
-    whole = in_full(question, uncompressed).step_s
-    mean = share * whole + (1 - share) * candidate.step_s
     return [
-        f"a step's time is that of compressed ones: {compression.kind} begins after {share:.0%} of a run "
-        f"(comm.compress_after=auto), whose steps take {whole:.3g} s before, {mean:.3g} s on average over all"
+        f"a step's time is that of compressed ones: {candidate.scenario.layout.compression.kind} begins after "
+        f"{begun.share:.0%} of a run (comm.compress_after=auto), whose steps take {begun.whole_s:.3g} s before, "
+        f"{begun.mean_s:.3g} s on average over all"
     ]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planning.question import Candidate, Found, Question
 from meshwright.planning.runners import Runner
+from meshwright.planning.whole_at_first import whole_at_first
 
 if TYPE_CHECKING:
     from meshwright.planning.tryout import Tried
@@ -39,11 +40,13 @@ class Plan:
         return found
 
     def days(self, candidate: Candidate) -> float | None:
-        """Days of training, where the number of tokens is known."""
+        """Days of training, with steps before compression begins, where the number of tokens is known."""
         if self.tokens is None:
             return None
+        begun = whole_at_first(self.question, candidate)
+        longer = 1.0 if begun is None else begun.mean_s / candidate.step_s
         per_second = candidate.tokens_per_s_per_gpu * candidate.scenario.cluster.gpus
-        return self.tokens / per_second / 86_400
+        return self.tokens / per_second / 86_400 * longer
 
     def cost(self, candidate: Candidate) -> float | None:
         """Money for it, where the price of a chip's hour is known."""
