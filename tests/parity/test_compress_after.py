@@ -146,6 +146,14 @@ def test_a_run_that_sent_all_may_begin_when_it_goes_on(pool: RankPool, corpus: P
     assert [one["compress_after"] for one in rows(tmp_path, "events.jsonl") if one["event"] == "resumed"] == [4]
 
 
+def test_a_kind_that_leaves_nothing_over_settles_nothing_for_one_that_does(
+    pool: RankPool, corpus: Path, tmp_path: Path
+) -> None:
+    pool.run(train, 2, settings_of(tmp_path, corpus, "dp=2 compress=int8", *AUTO, "train.steps=4"))
+    pool.run(train, 2, settings_of(tmp_path, corpus, TOPK, *AUTO))
+    assert compressed_steps(tmp_path) == [1, 2, 3, 4, 9, 10]
+
+
 def test_whole_steps_are_no_measure_of_a_compressed_strategy(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
     pool.run(train, 2, settings_of(tmp_path, corpus, TOPK, "comm.compress_after=9", "train.steps=36"))
     # Five at the start of what counts are left out, too.
