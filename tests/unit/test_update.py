@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import ElasticSection
+from meshwright.models.mixture import mixtures
+from meshwright.models.spec import Experts
 from meshwright.optim.adamw import FusedAdamW
 from meshwright.parallel.norm import clip_grad_norm_, grad_norm
 from meshwright.parallel.world import World
@@ -224,6 +227,25 @@ def test_a_training_that_a_device_decides_on_is_that_of_the_host(
     told = agree(case, monkeypatch, {0: math.nan, 3: math.inf})
     assert [metrics.get("nonfinite", 0) for metrics in told] == [1, 0, 0, 1, 0, 0]
     assert [metrics.get("skipped", 0) for metrics in told] == [1, 0, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_balancing_biases_stay_after_a_step_that_is_left_out(on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = Experts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, router_bias_update_rate=0.01)
+    settings = {"elastic": {"nonfinite": "skip"}}
+    case = Case(small(experts=experts), "auto", 1, "float32", steps=4, batch=4, settings=settings)
+    now = 0
+    monkeypatch.setattr(step_file, "updates_on_device", lambda *_: on_device)
+    monkeypatch.setattr(step_file, "factor_of_loss", lambda _: math.nan if now in (0, 2) else None)
+    step = step_of(World(device=torch.device("cpu")), case)
+    biases = [torch.cat([layer.expert_bias for layer in mixtures(step.model)])]
+    for now in range(case.steps):
+        step(now, batch_of(case, now, 0, step.strategy))
+        biases.append(torch.cat([layer.expert_bias for layer in mixtures(step.model)]))
+        # What a step that is left out has counted is none of the next one's.
+        assert not any(layer.expert_load.any() for layer in mixtures(step.model))
+    moved = [not torch.equal(before, after) for before, after in pairwise(biases)]
+    assert moved == [False, True, False, True]
 
 
 def test_spikes_are_left_out_on_a_device_as_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
