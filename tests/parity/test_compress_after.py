@@ -127,6 +127,13 @@ def test_a_number_stays_where_it_is_no_longer_given(pool: RankPool, corpus: Path
         pool.run(steps_of, 2, [*settings, "train.steps=12", "comm.compress_after=6"])
 
 
+def test_a_number_is_kept_by_checkpoints_alone(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, corpus, TOPK, *AUTO)
+    with pytest.raises(Exception, match="injected fault"):
+        pool.run(train, 2, [*settings, "comm.compress_after=5"], "step=1,phase=forward,kind=raise")
+    assert pool.run(steps_of, 2, settings) == [8, 8]
+
+
 def test_a_number_that_differs_from_the_one_before_is_refused(pool: RankPool, corpus: Path, tmp_path: Path) -> None:
     settings = settings_of(tmp_path, corpus, TOPK, *AUTO)
     pool.run(train, 2, [*settings, "comm.compress_after=5", "train.steps=4"])

@@ -90,6 +90,23 @@ def go_on_by_hand(world: World, strategy: str, folder: str, first: int, last: in
     return found
 
 
+def whole_steps_of(world: World, folder: str, after: int, steps: tuple[int, ...]) -> list[int]:
+    """How many steps go whole after each of some checkpoints, which one loop loads in turn."""
+    parallel, found = make("branches", "dp=2 compress=topk:0.05", travel=Travel(compress_after=after)), []
+    for step in steps:
+        parallel.load(f"{folder}/step-{step:06}")
+        assert parallel.compressor is not None
+        found.append(parallel.compressor.whole_steps)
+    return found
+
+
+def test_a_loop_that_goes_back_begins_again_when_it_was_asked_to(pool: RankPool, tmp_path: Path) -> None:
+    for first, last in ((0, 1), (1, 3)):
+        pool.run(go_on, 2, "branches", "dp=2 compress=topk:0.05", str(tmp_path), first, last, 2)
+    # After three steps compression had begun, after one it had not.
+    assert pool.run(whole_steps_of, 2, str(tmp_path), 50, (1, 3, 1)) == [[50, 3, 50]] * 2
+
+
 @pytest.mark.parametrize("between", ["dp=2 compress=topk:0.05", "dp=2", "dp=1"])
 def test_steps_by_hand_are_counted_across_checkpoints(between: str, pool: RankPool, tmp_path: Path) -> None:
     """Also across one of a strategy that compresses nothing."""
