@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright.cli.doctor_topology import expand_nodes
+from meshwright.cli.main import main
 from meshwright.cluster.hardware import Distance, rates
 from meshwright.cluster.nvml import NvmlGpu, pci_address, read_nvml
 from meshwright.cluster.sysfs import _redirects, read_hardware
@@ -233,6 +234,36 @@ def test_a_damaged_tree_is_read_as_far_as_it_goes(kind: str, tmp_path: Path) -> 
             path.write_bytes(b"" if damage == "empty" else bytes(chance.randrange(256) for _ in range(40)))
     found = read_hardware(tmp_path)
     assert found.host
+
+
+MANY = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("proc/meminfo", f"MemTotal: {MANY} kB"),
+        ("proc/meminfo", f"MemTotal: {MANY[:400]} kB"),
+        ("proc/cpuinfo", f"processor: 0\nphysical id: 0\ncpu cores: {MANY}"),
+        ("proc/sys/kernel/osrelease", f"{MANY}.1"),
+        ("proc/sys/kernel/osrelease", f"6.{MANY}"),
+        ("proc/driver/nvidia/gpus/0000:13:00.0/numa_status", f"Node: {MANY}"),
+        ("sys/class/infiniband/mlx5_0/ports/1/rate", "1.2.3 Gb/sec"),
+        ("sys/class/infiniband/mlx5_0/ports/1/rate", f"{MANY[:400]} Gb/sec"),
+        ("sys/class/net/eno3/speed", MANY[:400]),
+        ("etc/nccl.conf", f"NCCL_IB_TIMEOUT={MANY}"),
+    ],
+)
+def test_numbers_that_no_machine_has_are_left_out(
+    path: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = dgx(tmp_path)
+    machine.finish("dgx01")
+    machine.write(path, text)
+    assert main(["doctor", "--topology", "--nccl", "--root", str(tmp_path)]) in (0, 1)
+    shown = capsys.readouterr()
+    assert "dgx01" in shown.out
+    assert "Traceback" not in shown.err
 
 
 def test_this_machine_is_read() -> None:

@@ -309,7 +309,21 @@ def test_lists_of_names_mean_what_nccl_takes_them_for(text: str, takes: list[str
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("12", 12), ("0x1f", 31), ("017", 15), (" -3", -3), ("4MB", 4), ("yes", 0), ("", 0), ("09", 0)]
+    ("text", "number"),
+    [
+        ("12", 12),
+        ("0x1f", 31),
+        ("017", 15),
+        (" -3", -3),
+        ("4MB", 4),
+        ("yes", 0),
+        ("", 0),
+        ("09", 0),
+        ("9" * 5000, 2**63 - 1),
+        ("-" + "9" * 5000, -(2**63)),
+        ("0x" + "f" * 20, 2**63 - 1),
+        (str(2**63 - 1), 2**63 - 1),
+    ],
 )
 def test_numbers_are_read_as_c_reads_them(text: str, number: int) -> None:
     assert number_in(text) == number

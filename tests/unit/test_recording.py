@@ -16,6 +16,8 @@ from meshwright.comm.nccl_variables import given_settings
 from meshwright.errors import UserError
 from tests.machines import MACHINES, dgx, laptop, roce
 
+ANSWER = {"index": 0, "address": "0000:01:00.0", "name": "NVIDIA H100", "memory_bytes": 80 * 2**30}
+
 
 def again(root: Path, file: Path) -> Hardware:
     """What is read of a recording of a tree."""
@@ -122,12 +124,28 @@ def test_a_bridge_without_access_control_is_told_from_one_that_cannot_be_read(tm
         ({"folders": []}, "no recording"),
         ({"access control": {"../x": ""}}, "leads out"),
         ({"access control": {"sys/config": "zz"}}, "no recording"),
-        ({"folders": {"sys": {"up": []}, "proc": {}}}, "'up' in sys is neither a file's text nor a link"),
-        ({"folders": {"sys": {}, "proc": {"cpuinfo": 5}}}, "'cpuinfo' in proc is neither"),
+        ({"folders": {"sys": {"up": []}, "proc": {}}}, "'up' in 'sys' is neither a file's text nor a link"),
+        ({"folders": {"sys": {}, "proc": {"cpuinfo": 5}}}, "'cpuinfo' in 'proc' is neither"),
         ({"folders": {"sys": {}}}, "it has no proc"),
         ({"folders": {}}, "it has no sys"),
         ({"nvml": [{"index": 0}]}, "what NVML answered is damaged"),
         ({"nvml": 3}, "what NVML answered is damaged"),
+        ({"nvml": {}}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "index": [1]}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "index": True}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "address": 5}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "name": 5}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "name": "\x1b[31mH100"}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "name": "\ud800"}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "memory_bytes": "80"}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "memory_bytes": 10**400}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "link_mb_s": "fast"}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "links": [["gpu", "0000:01:00.0", "more"]]}]}, "what NVML answered is damaged"),
+        ({"nvml": [{**ANSWER, "links": [["gpu", 5]]}]}, "what NVML answered is damaged"),
+        ({"folders": {"sys": {"\x1b[31m": "b"}}}, r"'\\x1b\[31m' has characters"),
+        ({"folders": {"sys/\x07": {}}}, r"'sys/\\x07' has characters"),
+        ({"folders": {"sys": {"up": ["\x1b"]}}}, r"'\\x1b' has characters"),
+        ({"folders": {"sys/\x1b": {"a": 5}}}, r"'sys/\\x1b'"),
     ],
 )
 def test_a_file_that_is_no_recording_or_leads_out_of_its_folder_is_refused(
@@ -140,6 +158,16 @@ def test_a_file_that_is_no_recording_or_leads_out_of_its_folder_is_refused(
     with pytest.raises(UserError, match=said):
         lay_out(file, tmp_path / "in")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "recording.json"]
+
+
+@pytest.mark.parametrize("missing", ["folders", "access control"])
+def test_what_a_recording_lacks_is_named(missing: str, tmp_path: Path) -> None:
+    parts = {"meshwright recording": 1, "folders": {"sys": {}, "proc": {}}, "access control": {}}
+    del parts[missing]
+    file = tmp_path / "recording.json"
+    file.write_text(json.dumps(parts))
+    with pytest.raises(UserError, match=f'it has no "{missing}"'), opened(file):
+        pass
 
 
 def test_files_that_recorded_settings_name_are_there_in_the_recording(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from meshwright.comm.host_limits import check_limits, read_limits
 from meshwright.comm.nccl_profile import Finding, Level, Profile, nccl_profile
 from meshwright.comm.nccl_variables import given_settings
 from meshwright.errors import ExitCode, UserError
+from meshwright.printable import printable
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -122,9 +123,10 @@ def _record(root: Path, file: Path) -> int:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--record cannot write {file}: {error.strerror}; name another place") from error
-    print(f"{file}: {len(text) / 1024:,.0f} KiB of text, with this machine's name and IP addresses, without hardware")
+    shown = printable(str(file))
+    print(f"{shown}: {len(text) / 1024:,.0f} KiB of text, with this machine's name and IP addresses, without hardware")
     print("addresses and serial numbers. Look at it before you pass it on.")
-    print(f"meshwright doctor --topology --root {shlex.quote(str(file))} shows what it tells.")
+    print(f"meshwright doctor --topology --root {shlex.quote(shown)} shows what it tells.")
     return ExitCode.DONE
 
 
@@ -132,12 +134,17 @@ def _check_root(root: Path, whole: bool) -> None:
     wanted = "--root takes a file of --record, or a folder that holds a machine's sys and proc"
     if whole:
         raise UserError(f"{wanted}, and goes with --topology or --nccl")
-    if root.is_file():
-        return
-    missing = [name for name in ("sys", "proc") if not (root / name).is_dir()]
+    try:
+        if root.is_file():
+            return
+        missing = [name for name in ("sys", "proc") if not (root / name).is_dir()]
+        lacks = "holds neither sys nor proc" if len(missing) == 2 else f"holds no {''.join(missing)}"
+        if not root.is_dir():
+            lacks = "is neither" if root.exists() else "is not there"
+    except OSError as error:
+        raise UserError(f"{wanted}: {error.strerror}") from error
     if missing:
-        lacks = "holds neither sys nor proc" if len(missing) == 2 else f"holds no {missing[0]}"
-        raise UserError(f"{wanted}, and {root} {lacks if root.is_dir() else 'is not there'}")
+        raise UserError(f"{wanted}, and {root} {lacks}")
 
 
 def _exists(root: Path, path: Path) -> bool:

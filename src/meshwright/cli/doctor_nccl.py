@@ -6,21 +6,22 @@ import shlex
 
 from rich.console import Console
 
-from meshwright.cli.doctor_text import below, beside, clean, console, heading, show_findings
+from meshwright.cli.doctor_text import below, beside, console, heading, show_findings
 from meshwright.cluster.hardware import Hardware, interface_rate, rates
 from meshwright.comm.nccl_profile import Kept, Profile
 from meshwright.comm.nccl_selection import fabric_ports
+from meshwright.printable import printable
 
 
 def shell_lines(profile: Profile) -> str:
     """`export NAME=value` for what would be set, and the rest as comments."""
     lines = []
     for setting in profile.settings:
-        lines += [f"# {clean(setting.reason)}", f"export {setting.name}={_quoted(setting.value)}"]
-    lines += [f"# kept, set in {clean(kept.origin)}: {clean(kept.name)}" for kept in profile.kept]
+        lines += [f"# {printable(setting.reason)}", f"export {setting.name}={_quoted(printable(setting.value))}"]
+    lines += [f"# kept, set in {printable(kept.origin)}: {printable(kept.name)}" for kept in profile.kept]
     for finding in profile.findings:
         cost = f"; {finding.cost}" if finding.cost else ""
-        lines.append(f"# {finding.level}: {clean(finding.about)}: {clean(finding.text + cost)}")
+        lines.append(f"# {finding.level}: {printable(finding.about)}: {printable(finding.text + cost)}")
     return "".join(f"{line}\n" for line in lines)
 
 

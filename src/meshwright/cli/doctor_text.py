@@ -10,20 +10,17 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.comm.nccl_profile import Finding, Level
+from meshwright.printable import printable
 
 _STYLES = {Level.BREAKS: "bold red", Level.WARNING: "yellow", Level.NOTE: "dim"}
 
 
 def console() -> Console:
     """Plain where it is no terminal; not wider than one can read."""
-    out = Console(highlight=False)
+    # Names of machines may look like marks of Rich.
+    out = Console(highlight=False, markup=False, emoji=False)
     out.width = min(out.width, 100)
     return out
-
-
-def clean(text: str) -> str:
-    """Without characters that would do something to a terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def heading(out: Console, text: str) -> None:
@@ -43,15 +40,15 @@ def beside(out: Console, rows: Iterable[tuple[str, str]], indent: int = 2) -> No
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in rows:
-        table.add_row(Text(clean(name)), Text(clean(text)))
+        table.add_row(Text(printable(name)), Text(printable(text)))
     out.print(indented(table, indent))
 
 
 def below(out: Console, name: str, text: str, style: str = "bold") -> None:
     """A name that may be long, with text below it."""
-    out.print(indented(Text(clean(name), style, overflow="fold"), 2))
+    out.print(indented(Text(printable(name), style, overflow="fold"), 2))
     if text:
-        out.print(indented(Text(clean(text)), 6))
+        out.print(indented(Text(printable(text)), 6))
 
 
 def show_findings(out: Console, findings: Sequence[Finding]) -> None:
@@ -59,8 +56,8 @@ def show_findings(out: Console, findings: Sequence[Finding]) -> None:
     for finding in findings:
         line = Text("  ")
         line.append(f"{finding.level}: ", _STYLES[finding.level])
-        line.append(clean(finding.about), "bold")
+        line.append(printable(finding.about), "bold")
         out.print(line)
         for label, text in (("", finding.text), ("cost: ", finding.cost), ("do: ", finding.remedy)):
             if text:
-                out.print(indented(Text(label, "dim").append(clean(text), ""), 6))
+                out.print(indented(Text(label, "dim").append(printable(text), ""), 6))

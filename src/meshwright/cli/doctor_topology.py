@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.cli.doctor_text import beside, clean, console, heading, indented
+from meshwright.cli.doctor_text import beside, console, heading, indented
 from meshwright.cluster.calibration import Calibration, calibration_file, read_calibration
 from meshwright.cluster.hardware import ARM, Distance, Gpu, Hardware, NumaNode, RdmaPort, interface_rate
 from meshwright.files import cache_folder
+from meshwright.printable import printable
 
 _MOST_NODES = 4096
 _WORDS = {
@@ -153,7 +154,7 @@ def _devices(out: Console, hardware: Hardware, rows: list[tuple[str, str]]) -> N
         if switch != above:
             out.print(f"    {switch}")
             above = switch
-        out.print(Text(f"      {address or '-':<13} {clean(text)}", overflow="fold"))
+        out.print(Text(f"      {address or '-':<13} {printable(text)}", overflow="fold"))
 
 
 def _port(port: RdmaPort) -> str:

@@ -19,6 +19,7 @@ from typing import NamedTuple, NoReturn
 from meshwright._version import __version__
 from meshwright.errors import ExitCode, UserError, nearest
 from meshwright.limits import limit_reached
+from meshwright.printable import printable
 from meshwright.secrets import Secrets, guarded_output
 
 VERBS = {
@@ -135,7 +136,9 @@ def _run(verb: str, rest: list[str]) -> int:
     try:
         return run(parser.parse_intermixed_args(rest))
     except UserError as error:
-        print(f"meshwright {name}: {error}", file=sys.stderr)
+        # Names of files are in it, and words from within them.
+        text = printable(str(error), keep="\n\t")
+        print(f"meshwright {name}: {text}", file=sys.stderr)
         return error.exit_code
     except (OSError, RuntimeError) as error:
         if (limit := limit_reached("".join(traceback.format_exception(error)))) is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cluster.hardware import Gpu
+from meshwright.printable import printable
 
 _SPEED_FIELD = 90
 """NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON."""
@@ -41,11 +42,11 @@ def read_nvml(nvml: Any) -> tuple[tuple[NvmlGpu, ...] | None, str]:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        return None, f"NVML does not answer: {error}"
+        return None, printable(f"NVML does not answer: {error}")
     try:
         return tuple(_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())), ""
     except nvml.NVMLError as error:
-        return None, f"NVML does not answer: {error}"
+        return None, printable(f"NVML does not answer: {error}")
     finally:
         nvml.nvmlShutdown()
 
@@ -54,11 +55,25 @@ def recorded_nvml(path: Path) -> tuple[tuple[NvmlGpu, ...] | None, str]:
     """What another machine's NVML said: a list of objects with the fields of NvmlGpu."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
-        return tuple(NvmlGpu(**{**row, "links": tuple(map(tuple, row.get("links", ())))}) for row in rows), ""
+        if not isinstance(rows, list):
+            raise ValueError("no list of GPUs")
+        return tuple(_recorded(row) for row in rows), ""
     except FileNotFoundError:
         return None, "NVML was not recorded"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return None, f"{path} is damaged ({error})"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return None, printable(f"{path} is damaged ({error})")
+
+
+def _recorded(row: dict[str, Any]) -> NvmlGpu:
+    """One GPU's answers, each of a kind that NVML gives; else a ValueError or a TypeError."""
+    gpu = NvmlGpu(**{**row, "links": tuple((kind, address) for kind, address in row.get("links", ()))})
+    for text in (gpu.address, gpu.name, *(word for link in gpu.links for word in link)):
+        if not isinstance(text, str) or not text.isprintable():
+            raise ValueError(f"{text!r} is no name or address")
+    for number in (gpu.index, gpu.memory_bytes, 0 if gpu.link_mb_s is None else gpu.link_mb_s):
+        if type(number) is not int or not 0 <= number < 2**63:
+            raise ValueError(f"{number!r} is no count")
+    return gpu
 
 
 def _gpu(nvml: Any, index: int) -> NvmlGpu:
@@ -93,7 +108,7 @@ def _other_end(nvml: Any, handle: Any, link: int) -> tuple[str, str]:
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return printable(value.decode(errors="replace") if isinstance(value, bytes) else value)
 
 
 def pci_address(text: str) -> str:

@@ -42,7 +42,7 @@ def read_numa(tree: Tree) -> tuple[NumaNode, ...]:
     gpus = _gpu_nodes(tree)
     found = []
     for name in tree.names("sys/devices/system/node"):
-        if (number := re.fullmatch(r"node(\d+)", name)) is None:
+        if (number := re.fullmatch(r"node(\d{1,9})", name)) is None:
             continue
         folder, index = f"sys/devices/system/node/{name}", int(number[1])
         cpus = tree.text(f"{folder}/cpulist")
@@ -107,7 +107,7 @@ def _gpu_nodes(tree: Tree) -> Mapping[int, str]:
     """GPUs whose memory is a NUMA node, as with POWER9 and Grace, by the node's number."""
     found = {}
     for address in gpu_addresses(tree):
-        number = _after(tree.text(f"{_GPUS}/{address}/numa_status") or "", r"^Node:\s*(\d+)$")
+        number = _after(tree.text(f"{_GPUS}/{address}/numa_status") or "", r"^Node:\s*(\d{1,9})$")
         if number:
             found[int(number)] = address
     return found
@@ -122,7 +122,7 @@ def _cores(cpuinfo: str) -> int:
     """Those of each package that is there; only x86 processors tell."""
     packages: dict[str, int] = {}
     for block in re.split(r"\n\s*\n", cpuinfo):
-        package, cores = _after(block, r"^physical id\s*:\s*(\d+)$"), _after(block, r"^cpu cores\s*:\s*(\d+)$")
+        package, cores = _after(block, r"^physical id\s*:\s*(\d+)$"), _after(block, r"^cpu cores\s*:\s*(\d{1,9})$")
         if package and cores:
             packages[package] = int(cores)
     return sum(packages.values())
@@ -141,7 +141,7 @@ def _maker(cpuinfo: str) -> str:
 
 
 def _kibibytes(meminfo: str) -> int:
-    found = _after(meminfo, r"MemTotal:\s*(\d+) kB")
+    found = _after(meminfo, r"MemTotal:\s*(\d{1,15}) kB")
     return int(found) * 1024 if found else 0
 
 

@@ -211,6 +211,9 @@ def lay_out(recording: Path, folder: Path) -> None:
         parts = json.loads(recording.read_text(encoding="utf-8"))
         if not isinstance(parts, dict) or parts.get("meshwright recording") != FORMAT:
             raise ValueError(f'it has no "meshwright recording": {FORMAT}')
+        for key in ("folders", "access control"):
+            if key not in parts:
+                raise ValueError(f'it has no "{key}"')
         _lay_files(parts, folder)
         _lay_links(parts["folders"], folder)
         _check_whole(parts, folder)
@@ -225,7 +228,7 @@ def _lay_files(parts: Mapping[str, Any], folder: Path) -> None:
             if isinstance(content, str):
                 (folder / _within(place) / _name(name)).write_text(content + "\n", encoding="utf-8")
             elif not (isinstance(content, list) and len(content) == 1 and isinstance(content[0], str)):
-                raise ValueError(f"{name!r} in {place} is neither a file's text nor a link")
+                raise ValueError(f"{name!r} in {place!r} is neither a file's text nor a link")
     for place, control in parts["access control"].items():
         (folder / _within(place)).write_bytes(_config(control))
     if "nvml" in parts:
@@ -239,10 +242,10 @@ def _lay_links(folders: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
         for name, content in kept.items():
             if isinstance(content, list):
                 made.append(folder / _within(place) / _name(name))
-                made[-1].symlink_to(content[0])
+                made[-1].symlink_to(_shown(content[0]))
     for link in made:
         if not Path(os.path.realpath(link)).is_relative_to(os.path.realpath(folder)):
-            raise ValueError(f"the link {link.relative_to(folder)} leads out of it")
+            raise ValueError(f"the link {str(link.relative_to(folder))!r} leads out of it")
 
 
 def _check_whole(parts: Mapping[str, Any], folder: Path) -> None:
@@ -257,12 +260,18 @@ def _check_whole(parts: Mapping[str, Any], folder: Path) -> None:
 def _within(place: str) -> str:
     if place.startswith("/") or ".." in place.split("/"):
         raise ValueError(f"{place!r} leads out of it")
-    return place
+    return _shown(place)
 
 
 def _name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name:
         raise ValueError(f"{name!r} is no name of a file")
+    return _shown(name)
+
+
+def _shown(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError(f"{name!r} has characters that do not print")
     return name
 
 

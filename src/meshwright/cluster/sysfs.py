@@ -18,6 +18,7 @@ from meshwright.cluster.network import read_interfaces
 from meshwright.cluster.nvml import NvmlGpu, ask_nvml, recorded_nvml, with_nvml
 from meshwright.cluster.processors import gpu_addresses, gpu_name, numa_of, read_memory, read_numa, read_processors
 from meshwright.cluster.tree import Tree
+from meshwright.printable import printable
 
 FILES = (
     "/etc/nccl.conf",
@@ -60,7 +61,7 @@ def read_hardware(
     elif nvml is None:
         nvml, why = recorded_nvml(root / "nvml.json")
     if host is None:
-        host = socket.gethostname() if here else tree.text("proc/sys/kernel/hostname") or root.name
+        host = printable(socket.gethostname() if here else tree.text("proc/sys/kernel/hostname") or root.name)
     nodes, processors = read_numa(tree), read_processors(tree)
     pci = {name: _pci(tree, name, nodes) for name in tree.names("sys/bus/pci/devices")}
     driven = gpu_addresses(tree)
@@ -96,7 +97,7 @@ def read_hardware(
 
 
 def _kernel(tree: Tree) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", tree.text("proc/sys/kernel/osrelease") or "")
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", tree.text("proc/sys/kernel/osrelease") or "")
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
@@ -157,7 +158,7 @@ def _rdma(tree: Tree, nodes: Sequence[NumaNode]) -> list[RdmaPort]:
         for number in tree.names(f"{folder}/ports"):
             port = f"{folder}/ports/{number}"
             gids = _gids(tree, port)
-            rate = re.match(r"[\d.]+", tree.text(f"{port}/rate") or "")
+            rate = re.match(r"\d{1,9}(\.\d{1,9})?(?!\S)", tree.text(f"{port}/rate") or "")
             found.append(
                 RdmaPort(
                     device,

@@ -1,10 +1,17 @@
-"""A folder that looks like a machine's root: files of one value, folders as lists, links as names."""
+"""A folder that looks like a machine's root: files of one value, folders as lists, links as names.
+
+The folder may be anybody's: what is read of it is safe to show, and its numbers are of a size to reckon with.
+"""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshwright.printable import printable
+
+_MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -16,9 +23,10 @@ class Tree:
     def text(self, path: str) -> str | None:
         """A file's content without the white space around it."""
         try:
-            return (self.root / path).read_text(encoding="utf-8", errors="replace").strip("\0 \t\r\n")
+            text = (self.root / path).read_text(encoding="utf-8", errors="replace")
         except (OSError, ValueError):
             return None
+        return printable(text.strip("\0 \t\r\n"), keep="\n\t")
 
     def data(self, path: str) -> bytes:
         """A file's bytes, as far as we may read them."""
@@ -30,7 +38,8 @@ class Tree:
     def number(self, path: str, base: int = 10) -> int | None:
         """A file with one whole number."""
         try:
-            return int(self.text(path) or "", base)
+            text = self.text(path) or ""
+            return int(text, base) if len(text) <= _MOST_DIGITS else None
         except ValueError:
             return None
 
@@ -40,9 +49,9 @@ class Tree:
         return number if number is not None and number >= 0 else None
 
     def names(self, path: str) -> list[str]:
-        """What is in a folder, sorted."""
+        """What is in a folder, sorted; no names that cannot be shown."""
         try:
-            return sorted(os.listdir(self.root / path))
+            return sorted(filter(str.isprintable, os.listdir(self.root / path)))
         except OSError:
             return []
 
@@ -55,7 +64,7 @@ class Tree:
 
     def real(self, path: str) -> Path:
         """Where links lead."""
-        return Path(os.path.realpath(self.root / path))
+        return Path(printable(os.path.realpath(self.root / path)))
 
     def link_name(self, path: str) -> str:
         """The last name of where a link leads; empty where there is none."""

@@ -74,7 +74,9 @@ def number_in(value: str) -> int:
         return 0
     digits = found[2].lower()
     base = 16 if digits.startswith("0x") else 8 if digits.startswith("0") else 10
-    return int(digits, base) * (-1 if found[1] == "-" else 1)
+    # Twenty digits are past where strtoll ends, and Python reads no more than some thousands.
+    number = int(digits[:20] if base == 10 else digits, base) * (-1 if found[1] == "-" else 1)
+    return max(-(2**63), min(number, 2**63 - 1))
 
 
 def is_whole_number(value: str) -> bool:
