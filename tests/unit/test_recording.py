@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from ipaddress import IPv6Address
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from meshwright.cluster.sysfs import read_hardware
 from meshwright.comm.nccl_profile import nccl_profile
 from meshwright.comm.nccl_variables import given_settings
 from meshwright.errors import UserError
-from tests.machines import MACHINES, dgx, laptop, roce
+from tests.machines import MACHINES, ROCE_GIDS, Machine, dgx, laptop, roce
 
 ANSWER = {"index": 0, "address": "0000:01:00.0", "name": "NVIDIA H100", "memory_bytes": 80 * 2**30}
 
@@ -83,6 +84,7 @@ def test_what_marks_one_machine_out_of_all_is_not_recorded(tmp_path: Path) -> No
         "proc/driver/nvidia/version": "NVRM version: 550\nGCC version: secret-of-gcc",
         "etc/hosts": "127.0.0.1 localhost\n10.9.8.7 secret-of-hosts",
         "proc/net/if_inet6": "fe800000000000000e42a1fffe7b0001 02 40 20 80   ens1f0",
+        "sys/class/infiniband/mlx5_1/ports/1/gids/0": "fe80:0000:0000:0000:0e42:a1ff:fe7b:0002",
     }
     for path, text in secrets.items():
         machine.write(path, text)
@@ -98,8 +100,48 @@ def test_what_marks_one_machine_out_of_all_is_not_recorded(tmp_path: Path) -> No
     interface = found.interface("ens1f0")
     assert interface is not None
     assert "fe80::" in interface.addresses[1]
-    # Two ports of one card's address have the same number for it, others have another.
+    # An address has one number wherever it is, another has another; those of IPv4 stay.
     assert len({gid.value for gid in found.rdma[0].gids}) == 2
+    first, second = (str(IPv6Address(port.gids[0].value)) for port in found.rdma[:2])
+    assert first == interface.addresses[1]
+    assert first != second
+
+
+def test_names_made_of_hardware_addresses_have_numbers_in_their_place(tmp_path: Path) -> None:
+    machine = Machine(tmp_path / "root")
+    machine.system(virtual=True, maker="Microsoft Corporation")
+    machine.loopback()
+    bus, card = "LNXSYSTM:00/VMBUS:00", "000d3a7b-1c2d-000d-3a7b-1c2d000d3a7b"
+    machine.write(f"sys/devices/{bus}/{card}/vendor", "0x1414")
+    machine.net("enxb03af2b6059f", "10.0.0.4/24", path=f"{bus}/{card}", mbit_s=50000, default=True)
+    machine.net("enx00155d0102ff", "10.1.0.4/24", path=f"{bus}/{card}", mbit_s=50000)
+    machine.net("enp1s0", "10.2.0.4/24")
+    folder = machine.net("bond0", "10.3.0.4/24", mbit_s=100000, uevent="DEVTYPE=bond")
+    machine.write(f"{folder}/bonding/slaves", "enxb03af2b6059f enx00155d0102ff")
+    machine.gpu(f"{bus}/47505500-0001-0000-3130-444531334632/pci0001:00/0001:00:00.0", 0)
+    place = "pci0000:20/0000:20:00.0"
+    machine.rdma("rocexb8599f0300c7b0aa", place, 0, layer="Ethernet", net="enxb03af2b6059f", gids=ROCE_GIDS)
+    machine.write("etc/nccl.conf", "NCCL_SOCKET_IFNAME==enxb03af2b6059f\nNCCL_IB_HCA==rocexb8599f0300c7b0aa:1")
+    found = machine.hardware()
+    file = tmp_path / "recording.json"
+    told = again(tmp_path / "root", file)
+    text = file.read_text()
+    for secret in ("b03af2b6059f", "00155d0102ff", "b8599f0300c7b0aa", "000d3a7b", "444531334632"):
+        assert secret not in text
+    low, high, port = "enx000000000001", "enx000000000002", "rocex0000000000000003"
+    assert [one.name for one in told.interfaces] == ["bond0", "enp1s0", low, high, "lo"]
+    assert [one.addresses for one in told.interfaces] == [one.addresses for one in found.interfaces]
+    bond, default = told.interface("bond0"), told.interface(high)
+    assert bond is not None
+    assert bond.members == (high, low)
+    assert default is not None
+    assert (default.default_route, default.vendor, default.mbit_s) == (True, "0x1414", 50000)
+    assert [(one.device, one.netdev, one.address) for one in told.rdma] == [(port, high, "0000:20:00.0")]
+    assert told.pci["0001:00:00.0"] == found.pci["0001:00:00.0"]
+    with opened(file) as root:
+        given = {name: one.value for name, one in given_settings({}, root).items()}
+        assert json.loads(record(root)) == json.loads(text)
+    assert given == {"NCCL_SOCKET_IFNAME": f"={high}", "NCCL_IB_HCA": f"={port}:1"}
 
 
 def test_a_bridge_without_access_control_is_told_from_one_that_cannot_be_read(tmp_path: Path) -> None:
@@ -186,6 +228,40 @@ def test_files_that_recorded_settings_name_are_there_in_the_recording(tmp_path: 
         assert (root / "srv/logs").is_dir()
     assert "<system/>" not in file.read_text()
     assert "other" not in file.read_text()
+
+
+def test_files_that_a_person_s_settings_name_are_recorded_and_the_settings_are_not(
+    tmp_path: Path,
+) -> None:
+    machine = dgx(tmp_path / "root")
+    for name in ("topology.xml", "graph.xml", "plugin.xml", "\x1b.log"):
+        machine.write(f"srv/{name}", "<system/>")
+    machine.write("home/one/.nccl.conf", "NCCL_GRAPH_FILE=/srv/graph.xml\nNCCL_IB_DISABLE=1")
+    machine.finish()
+    environment = {"HOME": "/home/one", "NCCL_TOPO_FILE": "/srv/topology.xml", "PLUGIN": "/srv/plugin.xml"}
+    environment |= {"NCCL_DEBUG_FILE": "/srv/\x1b.log", "NCCL_TOPO_DUMP_FILE": "/" + "a" * 5000}
+    file = tmp_path / "recording.json"
+    file.write_text(record(tmp_path / "root", environment=environment))
+    with opened(file) as root:
+        assert sorted(path.name for path in (root / "srv").iterdir()) == ["graph.xml", "topology.xml"]
+        assert not (root / "home").exists()
+    assert "NCCL_" not in file.read_text()
+
+
+def test_a_machine_s_own_name_is_a_loopback_address_in_the_recording_too(tmp_path: Path) -> None:
+    machine = dgx(tmp_path / "root")
+    machine.write("etc/hosts", "127.0.0.1 localhost\n  127.0.1.1 node01")
+    assert machine.hardware().loopback_name
+    assert again(tmp_path / "root", tmp_path / "recording.json").loopback_name
+
+
+def test_why_nvml_told_nothing_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dgx(tmp_path / "root").finish()
+    (tmp_path / "root/nvml.json").write_text(json.dumps("NVML does not answer: Driver Not Loaded"))
+    told = again(tmp_path / "root", tmp_path / "recording.json")
+    assert told.nvml == "NVML does not answer: Driver Not Loaded"
+    monkeypatch.setattr("meshwright.cluster.recording.ask_nvml", lambda: (None, "NVML is not asked"))
+    assert again(Path("/"), tmp_path / "recording.json").nvml == "NVML is not asked"
 
 
 def test_lists_without_an_end_are_refused(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def _tell(root: Path, args: argparse.Namespace, form: str, whole: bool) -> int:
 def _record(root: Path, file: Path) -> int:
     from meshwright.cli.doctor_topology import machine
 
-    text = record(root, machine)
+    text = record(root, machine, os.environ)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -52,9 +52,11 @@ def read_nvml(nvml: Any) -> tuple[tuple[NvmlGpu, ...] | None, str]:
 
 
 def recorded_nvml(path: Path) -> tuple[tuple[NvmlGpu, ...] | None, str]:
-    """What another machine's NVML said: a list of objects with the fields of NvmlGpu."""
+    """What another machine's NVML said: a list of objects with the fields of NvmlGpu, or a text that says why not."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(rows, str):
+            return None, printable(rows)
         if not isinstance(rows, list):
             raise ValueError("no list of GPUs")
         return tuple(_recorded(row) for row in rows), ""

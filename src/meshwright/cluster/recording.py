@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from meshwright.cluster.hardware import Hardware
 from meshwright.cluster.nvml import NvmlGpu, ask_nvml, recorded_nvml
 from meshwright.cluster.sysfs import ACS, access_control, is_empty_gid, read_hardware
 from meshwright.cluster.tree import Tree
+from meshwright.comm.nccl_variables import given_settings
 from meshwright.errors import UserError
 
 FORMAT = 1
@@ -29,13 +31,18 @@ _LINES = {
     r"proc/cpuinfo": r"(processor|vendor_id|model name|cpu|CPU implementer|physical id|cpu cores)\s*\d*\s*:.*",
     r"(proc|sys/devices/system/node/node\d+)/meminfo": r".*MemTotal:.*",
     r"sys/.*/net/[^/]+/uevent": r"DEVTYPE=.*",
-    r"etc/hosts": r"127\..*",
+    r"etc/hosts": r"\s*127\..*",
     r"etc/nccl.conf": r"(NCCL|TORCH_NCCL|GLOO)_.*",
     r"proc/driver/nvidia/version": r"NVRM.*",
     r"proc/driver/nvidia/gpus/[^/]+/information": r"Model:.*",
     r"proc/driver/nvidia/gpus/[^/]+/numa_status": r"Node:.*",
 }
 """Of these files the lines that are looked at; the others are short, and kept whole."""
+_ADDRESSES = re.compile(
+    r"(?P<kind>(?:en|wl|ww|sl|ib|iw|opa|roce)x)(?P<name>[0-9a-f]{16}|[0-9a-f]{12})(?![0-9a-f])"
+    r"|(?P<bus>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+)
+"""Names that are made of hardware addresses: udev's for interfaces and RDMA devices, Hyper-V's for what its bus has."""
 _CONFIG_HEAD = 256
 """Bytes of a PCIe device's configuration before the part where access control is."""
 
@@ -157,25 +164,29 @@ def _cpuinfo(text: str) -> str:
     return "\n\n".join(filter(None, blocks))
 
 
-def record(root: Path = Path("/"), about: Callable[[Hardware], str] = lambda found: found.host) -> str:
+def record(
+    root: Path = Path("/"),
+    about: Callable[[Hardware], str] = lambda found: found.host,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """This machine, or the one whose trees are under `root`, as the text of a file."""
     here = root == Path("/")
-    nvml, _ = ask_nvml() if here else recorded_nvml(root / "nvml.json")
+    nvml, why = ask_nvml() if here else recorded_nvml(root / "nvml.json")
     recorder = Recorder(root)
     hardware = read_hardware(root, nvml or (), tree=recorder)
-    for line in (recorder.text("etc/nccl.conf") or "").splitlines():
+    recorder.text("etc/nccl.conf")
+    for given in given_settings(environment, root).values():
         # Settings may name files, of which it matters whether they, or folders to write them to, are there.
-        name, _, path = line.partition("=")
-        if re.match(_LINES["etc/nccl.conf"], name) and path.startswith("/"):
-            recorder.has(path.lstrip("/"))
-            recorder.has(posixpath.dirname(path).lstrip("/"))
+        if given.value.startswith("/") and given.value.isprintable():
+            recorder.has(given.value.lstrip("/"))
+            recorder.has(posixpath.dirname(given.value).lstrip("/"))
     for name in ("sys", "proc"):
         recorder.has(name)
     recorder.folders.setdefault("proc/sys/kernel", {})["hostname"] = hardware.host
-    return _written(recorder, about(hardware), nvml)
+    return _without_addresses(_written(recorder, about(hardware), nvml, why))
 
 
-def _written(recorder: Recorder, about: str, nvml: tuple[NvmlGpu, ...] | None) -> str:
+def _written(recorder: Recorder, about: str, nvml: tuple[NvmlGpu, ...] | None, why: str) -> str:
     """One line for each folder, so that a person can read it and look for what should not be passed on."""
     # A folder that holds nothing, and that others show, need not be told.
     within = {posixpath.dirname(place) for place in recorder.folders} | {
@@ -188,10 +199,26 @@ def _written(recorder: Recorder, about: str, nvml: tuple[NvmlGpu, ...] | None) -
     for key, rows in (("folders", folders), ("access control", dict(sorted(recorder.configs.items())))):
         body = ",\n".join(f"  {json.dumps(place)}: {json.dumps(kept, sort_keys=True)}" for place, kept in rows.items())
         lines.append(f' "{key}": {{\n{body}\n }}' if rows else f' "{key}": {{}}')
-    if nvml is not None:
+    if nvml is None:
+        lines.append(f' "nvml missing": {json.dumps(why)}')
+    else:
         body = ",\n".join(f"  {json.dumps(asdict(gpu))}" for gpu in nvml)
         lines.append(f' "nvml": [\n{body}\n ]')
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _without_addresses(text: str) -> str:
+    """With numbers for hardware addresses in names: as long, in the same order, the same wherever a name is."""
+    found = {one["name"] or one["bus"] for one in _ADDRESSES.finditer(text)}
+    # In order, so that what goes by the order of names, as NCCL does, finds the same.
+    numbers = {address: number for number, address in enumerate(sorted(found, key=lambda one: (len(one), one)), 1)}
+
+    def replaced(one: re.Match[str]) -> str:
+        address = one["name"] or one["bus"]
+        digits = iter(f"{numbers[address]:0{len(address) - address.count('-')}x}")
+        return (one["kind"] or "") + "".join(letter if letter == "-" else next(digits) for letter in address)
+
+    return _ADDRESSES.sub(replaced, text)
 
 
 @contextmanager
@@ -233,6 +260,8 @@ def _lay_files(parts: Mapping[str, Any], folder: Path) -> None:
         (folder / _within(place)).write_bytes(_config(control))
     if "nvml" in parts:
         (folder / "nvml.json").write_text(json.dumps(parts["nvml"]), encoding="utf-8")
+    elif "nvml missing" in parts:
+        (folder / "nvml.json").write_text(json.dumps(str(parts["nvml missing"])), encoding="utf-8")
 
 
 def _lay_links(folders: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
