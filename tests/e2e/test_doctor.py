@@ -13,7 +13,8 @@ import pytest
 
 from meshwright.cluster.calibration import write_lines
 from meshwright.cluster.link_lines import LinkLine
-from tests.machines import Machine, dgx, roce
+from meshwright.cluster.nvml import NvmlGpu
+from tests.machines import GiB, Machine, dgx, roce
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -63,6 +64,26 @@ def test_a_recorded_machine_is_shown_within_eighty_columns(tmp_path: Path) -> No
         "NCCL_IB_DISABLE=1",
     ):
         assert said in flat
+
+
+def test_distances_of_more_gpus_than_fit_a_line_come_in_several_tables(tmp_path: Path) -> None:
+    built = Machine(tmp_path)
+    built.system(2, cores=16, gib=64)
+    places = [f"pci0000:{0x10 + gpu:02x}/0000:{0x10 + gpu:02x}:00.0" for gpu in range(16)]
+    for gpu, place in enumerate(places):
+        built.gpu(place, gpu // 8)
+    built.nvml = tuple(NvmlGpu(gpu, place.split("/")[1], "NVIDIA L4", 23 * GiB) for gpu, place in enumerate(places))
+    built.finish()
+    lines = doctor("--topology", "--root", str(tmp_path)).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("\u2026" in line for line in lines)
+    heads = [line.split() for line in lines if line.split()[:1] in (["GPU0"], ["GPU12"]) and "GPU" in line.split()[1]]
+    assert heads == [[f"GPU{gpu}" for gpu in some] for some in (range(12), range(12, 16))]
+    rows = [line.split() for line in lines if line.startswith("  GPU") and ("PHB" in line or "SYS" in line)]
+    assert [row[0] for row in rows] == [f"GPU{gpu}" for gpu in range(16)] * 2
+    assert [len(row) - 1 for row in rows] == [12] * 16 + [4] * 16
+    assert rows[0][1:] == ["-", *["PHB"] * 7, *["SYS"] * 4]
+    assert rows[-1][1:] == ["PHB", "PHB", "PHB", "-"]
 
 
 def test_this_machine_is_recorded_and_shown_from_the_file(tmp_path: Path) -> None:

@@ -73,6 +73,19 @@ def test_distances_follow_switches_roots_and_numa_nodes(tmp_path: Path) -> None:
     assert (near[0].index, near[1]) == (5, Distance.PIX)
 
 
+def test_a_processor_lies_between_two_roots_of_one_node_or_of_none_and_two_nodes_of_one_root(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    places = {"pci0000:10/0000:10:00.0": 0, "pci0000:10/0000:10:01.0": 1, "pci0000:20/0000:20:00.0": -1}
+    for place, numa in {**places, "pci0000:30/0000:30:00.0": 0}.items():
+        machine.gpu(place, numa)
+    distance = machine.hardware().distance
+    assert distance("0000:10:00.0", "0000:10:01.0") is Distance.PHB, "one root, whatever its devices say"
+    assert distance("0000:10:00.0", "0000:20:00.0") is Distance.PHB, "of no node"
+    assert distance("0000:20:00.0", "0000:10:01.0") is Distance.PHB, "of no node"
+    assert distance("0000:10:00.0", "0000:30:00.0") is Distance.PHB, "of one node"
+    assert distance("0000:10:01.0", "0000:30:00.0") is Distance.SYS
+
+
 def test_several_switches_on_the_way_are_told_from_one(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     root = "pci0000:10/0000:10:01.0/0000:11:00.0"

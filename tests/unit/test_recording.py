@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cluster.hardware import Hardware
-from meshwright.cluster.recording import lay_out, opened, record
+from meshwright.cluster.recording import Recorder, lay_out, opened, record
 from meshwright.cluster.sysfs import read_hardware
 from meshwright.comm.nccl_profile import nccl_profile
 from meshwright.comm.nccl_variables import given_settings
@@ -56,6 +56,32 @@ def test_a_recording_of_a_recording_is_the_same(name: str, tmp_path: Path) -> No
     lay_out(file, tmp_path / "laid out")
     parts, kept = (json.loads(text) for text in (record(tmp_path / "laid out"), file.read_text(encoding="utf-8")))
     assert parts["folders"] == kept["folders"]
+
+
+def test_cores_of_packages_are_counted_in_the_recording_too(tmp_path: Path) -> None:
+    machine = laptop(tmp_path / "root")
+    one = "vendor_id\t: GenuineIntel\ncpu cores\t: 2\n"
+    blocks = [f"processor\t: {cpu}\nphysical id\t: {cpu // 4}\n{one}" for cpu in range(8)]
+    machine.write("proc/cpuinfo", "\n".join(blocks))
+    assert machine.hardware().cores == 4
+    assert again(tmp_path / "root", tmp_path / "recording.json").cores == 4
+
+
+def test_links_from_the_root_on_lead_to_the_same_place_in_the_recording(tmp_path: Path) -> None:
+    dgx(tmp_path / "root").finish()
+    root = tmp_path / "root"
+    (root / "etc/nccl.conf").symlink_to("/etc/nccl.d/ours.conf")
+    (root / "etc/nccl.d").mkdir()
+    recorder = Recorder(root)
+    recorder.real("etc/nccl.conf")
+    assert recorder.folders["etc"]["nccl.conf"] == ["nccl.d/ours.conf"]
+    assert recorder.folders["etc/nccl.d"] == {}
+
+
+def test_a_machine_of_which_nothing_can_be_read_is_a_recording_all_the_same(tmp_path: Path) -> None:
+    for name in ("sys", "proc"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+    assert again(tmp_path / "root", tmp_path / "recording.json").host == "root"
 
 
 def test_this_machine_can_be_recorded(tmp_path: Path) -> None:

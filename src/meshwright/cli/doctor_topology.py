@@ -178,21 +178,29 @@ def _links(out: Console, hardware: Hardware) -> None:
     ports = [port for port in hardware.rdma if port.address in hardware.pci]
     if len(hardware.gpus) + len(ports) < 2:
         return
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("")
     short = _short([gpu.address for gpu in hardware.gpus])
-    for gpu in hardware.gpus:
-        table.add_column(gpu.label if gpu.index is not None else short[gpu.address], no_wrap=True)
-    used: set[Distance] = set()
-    for name, address in [(gpu.label, gpu.address) for gpu in hardware.gpus] + [
-        (port.device, port.address) for port in ports
-    ]:
-        cells = [_between(hardware, address, gpu) for gpu in hardware.gpus]
-        used |= {Distance[cell] for cell in cells if cell in Distance.__members__}
-        table.add_row(name, *cells)
-    out.print(indented(table))
+    heads = [gpu.label if gpu.index is not None else short[gpu.address] for gpu in hardware.gpus]
+    named = [(gpu.label, gpu.address) for gpu in hardware.gpus] + [(port.device, port.address) for port in ports]
+    rows = [(name, [_between(hardware, address, gpu) for gpu in hardware.gpus]) for name, address in named]
+    _grid(out, heads, rows)
+    words = {cell for _, cells in rows for cell in cells}
+    used = {Distance[word] for word in words if word in Distance.__members__}
     nvlink = ["NV# NVLinks"] if linked else []
     out.print(indented("; ".join(nvlink + [_WORDS[one] for one in sorted(used)])))
+
+
+def _grid(out: Console, heads: list[str], rows: list[tuple[str, list[str]]]) -> None:
+    """Rows of cells below heads; what is too wide for the terminal as several tables, each with the rows' names."""
+    room = out.width - 2 - max(len(name) for name, _ in rows) - 1
+    wide = max(len(text) for text in (*heads, *(cell for _, cells in rows for cell in cells))) + 1
+    fit = max(1, room // wide)
+    for start in range(0, max(1, len(heads)), fit):
+        table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+        for head in ("", *heads[start : start + fit]):
+            table.add_column(head, no_wrap=True)
+        for name, cells in rows:
+            table.add_row(name, *cells[start : start + fit])
+        out.print(indented(table))
 
 
 def _short(addresses: list[str]) -> dict[str, str]:
