@@ -13,7 +13,7 @@ from meshwright.launch.kubernetes.cluster import TARGET
 from meshwright.launch.kubernetes.options import read_options
 from meshwright.launch.variables import refuse_taken
 from tests.kubernetes_runs import VOLUME, arguments, job_of, submission
-from tests.machines import dgx
+from tests.machines import ROCE_GIDS, dgx, roce, switched
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("--image", ""), "needs --image"),
@@ -192,3 +192,16 @@ def test_nccl_settings_of_a_recorded_machine_are_in_the_files(tmp_path: Path) ->
     file = tmp_path / "dgx.json"
     file.write_text(record(tmp_path), encoding="utf-8")
     assert read_options(arguments("--hardware", str(file), *VOLUME), submission("2", 8)).nccl == options.nccl
+
+
+def test_names_that_a_recording_replaced_are_no_settings(tmp_path: Path) -> None:
+    machine = roce(tmp_path / "root")
+    place, numa = switched(0, slot=2)
+    machine.rdma("rocexb8599f0300c7b0aa", place, numa, layer="Ethernet", rate="100 Gb/sec (4X EDR)", gids=ROCE_GIDS)
+    machine.finish()
+    file = tmp_path / "recording.json"
+    file.write_text(record(tmp_path / "root"))
+    chosen = read_options(arguments("--hardware", str(tmp_path / "root"), *VOLUME), submission("2", 8)).nccl
+    assert "rocexb8599f0300c7b0aa" in chosen["NCCL_IB_HCA"]
+    with pytest.raises(ConfigError, match="NCCL_IB_HCA would be .*rocex0000000000000001"):
+        read_options(arguments("--hardware", str(file), *VOLUME), submission("2", 8))

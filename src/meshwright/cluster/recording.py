@@ -221,6 +221,11 @@ def _without_addresses(text: str) -> str:
     return _ADDRESSES.sub(replaced, text)
 
 
+def has_replaced(text: str) -> bool:
+    """Whether there are names in it that a recording put in the place of those that the machine has."""
+    return any((one["name"] or one["bus"]).startswith("0" * 8) for one in _ADDRESSES.finditer(text))
+
+
 @contextmanager
 def opened(root: Path) -> Iterator[Path]:
     """A recorded machine as a folder: the folder itself, or a recording laid out in one until it is left."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.cluster.recording import opened
+from meshwright.cluster.recording import has_replaced, opened
 from meshwright.cluster.sysfs import read_hardware
 from meshwright.comm.nccl_profile import nccl_profile
 from meshwright.comm.nccl_variables import given_settings
@@ -284,4 +284,9 @@ def _nccl(path: Path | None, submission: Submission) -> dict[str, str]:
         given = given_settings(submission.environment, root)
         chosen = nccl_profile(read_hardware(root), given, machines=submission.machines.most).environment()
     # A pod's interfaces have names of their own, which it finds out when it starts.
-    return {name: value for name, value in chosen.items() if not name.endswith("_SOCKET_IFNAME")}
+    chosen = {name: value for name, value in chosen.items() if not name.endswith("_SOCKET_IFNAME")}
+    for name, value in chosen.items():
+        if has_replaced(value):
+            why = "names that the recording has in the place of hardware addresses"
+            raise ConfigError(f"--hardware {path}: {name} would be {value}, with {why}; set it with --env {name}=...")
+    return chosen
