@@ -41,7 +41,7 @@ def test_a_rank_that_a_signal_ends_is_named_with_the_place_where_it_was(end: Cal
 def _fail_and_abort(world: World) -> None:
     if world.rank == 0:
         raise ValueError("what came first")
-    time.sleep(0.3)
+    time.sleep(0.1)
     os.abort()
 
 
