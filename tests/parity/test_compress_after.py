@@ -168,7 +168,10 @@ def test_whole_steps_are_no_measure_of_a_compressed_strategy(pool: RankPool, cor
 
 
 def retune(world: World, overrides: list[str]) -> list[tuple[int, str]]:
-    """After which steps a run has looked for a better strategy, and of which one it took its steps to be."""
+    """After which steps a run has looked for a better strategy, and of which one it took its steps to be.
+
+    It has tried what runs now before, and it was faster then.
+    """
     trainer = Trainer(load_config(None, overrides), world)
     # As from a launcher: without one nobody would start the ranks anew.
     trainer.world = replace(world, fence=Fence(launch="one"))
@@ -176,10 +179,14 @@ def retune(world: World, overrides: list[str]) -> list[tuple[int, str]]:
 
     def better(question: Question, now: Strategy, micro_batch: int, seen: Seen, tried: Any) -> Switch:
         looked.append((trainer.step, str(now)))
+        assert (str(trainer.job.strategy), micro_batch) not in tried, "it would be started anew as it is"
+        assert tried, "in micro-batches of other sizes"
         return Switch(Strategy.parse("pp=2", 2), 1, seen.step_s, seen.step_s / 2, "links")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("meshwright.training.retune.better", better)
+        before = {(str(trainer.job.strategy), size): 1e-9 for size in (1, 2, 4)}
+        patch.setattr("meshwright.training.retune.tried_before", lambda held: before)
         trainer.train()
     return looked
 
@@ -195,7 +202,8 @@ def test_a_run_that_looks_for_a_better_strategy_knows_which_steps_it_has_seen(
     held = json.loads((tmp_path / "plan.json").read_text())
     assert held["strategy"] == "dp=1 pp=2"
     # What was asked for: a way back compresses again.
-    assert [text for text, *_ in held["tried"]] == [TOPK]
+    assert {text for text, *_ in held["tried"]} == {TOPK}
+    assert max(step_s for *_, step_s in held["tried"]) > 1e-6, "what was seen now"
 
 
 def loop_by_itself(world: World, after: int | None, by_hand: bool) -> tuple[str, list[bool]]:

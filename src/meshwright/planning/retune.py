@@ -61,7 +61,7 @@ class Switch:
 def better(
     question: Question, now: Strategy, micro_batch: int, seen: Seen, tried: Mapping[tuple[str, int], float]
 ) -> Switch | None:
-    """The change that pays most, if one pays enough; of strategies that were `tried` the measured times count."""
+    """The change that pays most, if one pays enough; of other strategies that were `tried` the measured times count."""
     slow_links, factors = link_factor(question, now, micro_batch, seen), _rank_factors(seen)
     cluster = as_seen(question, now, micro_batch, seen)
     known = {**tried, (str(now), micro_batch): seen.step_s}

@@ -79,9 +79,11 @@ class Retune(Hook):
                 constraints=parse_constraints(constraints_of(asked)),
                 batches=tuple(batch_schedule(asked).sizes()),
             )
-            # Settings may have changed since something was tried.
+            # Settings may have changed since something was tried; and what runs now is not to be gone back to.
             tried = {
-                key: step_s for key, step_s in tried_before(held).items() if does_run(asked, *key, trainer.world.size)
+                key: step_s
+                for key, step_s in tried_before(held).items()
+                if key != (str(strategy), micro_batch) and does_run(asked, *key, trainer.world.size)
             }
             switch = better(question, now, micro_batch, seen, tried)
         except UserError as error:
