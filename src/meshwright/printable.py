@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 
-def printable(text: str, keep: str = "") -> str:
-    """With a question mark for each character that does not print, but for those to keep."""
-    return "".join(letter if letter.isprintable() or letter in keep else "?" for letter in text)
+def printable(text: str, keep: str = "", instead: str = "?") -> str:
+    """With another character for each that does not print, but for those to keep."""
+    return "".join(letter if letter.isprintable() or letter in keep else instead for letter in text)

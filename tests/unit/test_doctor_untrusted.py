@@ -16,6 +16,7 @@ from tests.unit.test_hardware import Nvml
 
 ESCAPE = "\x1b[31mEVIL\x1b]0;x\x07"
 MARKUP = "[/x]"
+EMOJI = ":warning:"
 PORT = "sys/class/infiniband/mlx5_0/ports/1"
 FILES = {
     "proc/sys/kernel/hostname": "{}",
@@ -48,7 +49,7 @@ def check_harmless(capsys: pytest.CaptureFixture[str], root: Path) -> str:
     return shown
 
 
-@pytest.mark.parametrize("words", [ESCAPE, MARKUP])
+@pytest.mark.parametrize("words", [ESCAPE, MARKUP, EMOJI])
 @pytest.mark.parametrize("path", FILES)
 def test_what_a_file_says_is_shown_as_plain_text(
     path: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -57,8 +58,8 @@ def test_what_a_file_says_is_shown_as_plain_text(
     machine.finish()
     machine.write(path, FILES[path].format(words))
     shown = check_harmless(capsys, tmp_path)
-    if words == MARKUP and path in ("proc/sys/kernel/hostname", "sys/class/net/eno3/operstate"):
-        assert MARKUP in shown
+    if words in (MARKUP, EMOJI) and path in ("proc/sys/kernel/hostname", "sys/class/net/eno3/operstate"):
+        assert words in shown
 
 
 @pytest.mark.parametrize("words", [ESCAPE, "[bold]", "[x]"])

@@ -12,8 +12,8 @@ from meshwright.cli.doctor_nccl import shell_lines
 from meshwright.cluster.hardware import Hardware
 from meshwright.comm.host_limits import HostLimits, check_limits
 from meshwright.comm.nccl_profile import Finding, Level, Profile, nccl_profile
-from meshwright.comm.nccl_selection import Names, fabric_ports, roce_gid, socket_interfaces
-from meshwright.comm.nccl_variables import given_settings, known_names, number_in, words
+from meshwright.comm.nccl_selection import fabric_ports, roce_gid, socket_interfaces
+from meshwright.comm.nccl_variables import given_settings, known_names
 from tests.machines import MACHINES, ROCE_GIDS, Machine, bonded, cloud, dgx, laptop, roce
 
 
@@ -146,21 +146,6 @@ def test_what_a_user_set_is_kept_and_named(machines: dict[str, Hardware]) -> Non
     assert profile.findings == ()
 
 
-def test_nccl_s_files_count_where_the_environment_says_nothing(tmp_path: Path) -> None:
-    machine = dgx(tmp_path)
-    machine.write("etc/nccl.conf", "# of the site\nNCCL_DEBUG=WARN\nNCCL_IB_TC=106\nNCCL_IB_TC=104\nno line")
-    machine.write("home/me/.nccl.conf", "NCCL_IB_TIMEOUT=22\nNCCL_IB_SL=3\nSECRET=1")
-    environment = {"HOME": "/home/me", "NCCL_IB_SL": "4", "AWS_SECRET_ACCESS_KEY": "x", "PATH": "/bin"}
-    found = given_settings(environment, tmp_path)
-    assert {name: (one.value, one.origin) for name, one in found.items()} == {
-        "NCCL_DEBUG": ("WARN", "/etc/nccl.conf"),
-        "NCCL_IB_SL": ("4", "the environment"),
-        "NCCL_IB_TC": ("106", "/etc/nccl.conf"),
-        "NCCL_IB_TIMEOUT": ("22", "/home/me/.nccl.conf"),
-    }
-    assert {kept.name for kept in nccl_profile(machine.hardware(), found).kept} == found.keys()
-
-
 WRONG = [
     ("dgx", {"NCCL_SOCKET_IFNAME": "eth7"}, "NCCL_SOCKET_IFNAME", Level.BREAKS, "no interface eth7"),
     ("dgx", {"NCCL_SOCKET_IFNAME": "lo"}, "NCCL_SOCKET_IFNAME", Level.BREAKS, "loopback"),
@@ -289,46 +274,6 @@ def test_plugins_names_are_let_be(machines: dict[str, Hardware]) -> None:
     assert nccl_profile(machines["dgx"], environment).findings == ()
 
 
-@pytest.mark.parametrize(
-    ("text", "takes", "not_"),
-    [
-        ("eth", ["eth0", "eth10"], ["beth0"]),
-        ("=eth0", ["eth0"], ["eth01"]),
-        ("^docker,lo", ["eth0"], ["docker0", "lo"]),
-        ("^=docker0", ["docker01"], ["docker0"]),
-        ("=eth0,eth1", ["eth0", "eth1"], ["eth2"]),
-        ("", ["eth0"], []),
-    ],
-)
-def test_lists_of_names_mean_what_nccl_takes_them_for(text: str, takes: list[str], not_: list[str]) -> None:
-    names = Names(text)
-    assert all(names.takes(name) for name in takes)
-    assert not any(names.takes(name) for name in not_)
-    assert Names("=mlx5_0:1").takes("mlx5_0", 1)
-    assert not Names("=mlx5_0:1").takes("mlx5_0", 2)
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("12", 12),
-        ("0x1f", 31),
-        ("017", 15),
-        (" -3", -3),
-        ("4MB", 4),
-        ("yes", 0),
-        ("", 0),
-        ("09", 0),
-        ("9" * 5000, 2**63 - 1),
-        ("-" + "9" * 5000, -(2**63)),
-        ("0x" + "f" * 20, 2**63 - 1),
-        (str(2**63 - 1), 2**63 - 1),
-    ],
-)
-def test_numbers_are_read_as_c_reads_them(text: str, number: int) -> None:
-    assert number_in(text) == number
-
-
 def test_limits_are_held_against_what_the_machine_has(machines: dict[str, Hardware]) -> None:
     low = HostLimits(64 * 1024, 1024, 64 * 2**20)
     levels = {finding.about: finding.level for finding in check_limits(low, machines["dgx"])}
@@ -350,16 +295,6 @@ def test_lines_for_a_shell_set_what_is_meant(machines: dict[str, Hardware], tmp_
         assert profile.environment().items() <= shown.items()
         assert "NCCL_DEBUG_FILE" not in shown
     assert not list(tmp_path.iterdir())
-
-
-def test_every_word_of_the_table_is_of_a_known_name() -> None:
-    assert all(words(name) for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL"))
-    assert {
-        "NCCL_IB_HCA",
-        "NCCL_P2P_DISABLE",
-        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
-        "GLOO_SOCKET_IFNAME",
-    } <= known_names()
 
 
 values = st.one_of(

@@ -64,14 +64,24 @@ def test_a_run_that_goes_on_without_compression_tells_no_compressed_bytes(tmp_pa
     assert "gradients" not in shown(folder)[3]
 
 
-def test_what_whole_steps_sent_is_not_left_out_of_what_a_run_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("sent_later", "said", "average"),
+    [
+        ((1.0, 0.02), "1 MiB sent a step and rank, 2.0%", "40.2 MiB and 80.4%"),
+        # Compressed in vain: it is more than all.
+        ((60.0, 1.2), "60 MiB sent a step and rank, 120.0%", "52 MiB and 104.0%"),
+    ],
+)
+def test_what_whole_steps_sent_is_not_left_out_of_what_a_run_sent(
+    sent_later: tuple[float, float], said: str, average: str, tmp_path: Path
+) -> None:
     folder = make_run(tmp_path / "run", steps=100)
     for step in range(101, 111):
-        sent = (1.0, 0.02) if step > 108 else (50.0, 1.0)
+        sent = sent_later if step > 108 else (50.0, 1.0)
         append(folder / "metrics.jsonl", {"step": step, "loss": 2.0, "sent_mib": sent[0], "sent_share": sent[1]})
     end = shown(folder)[3]
-    assert "gradients    1 MiB sent a step and rank, 2.0% of what they are uncompressed" in end
-    assert "; 40.2 MiB and 80.4% on average over 10 steps, of which 8 sent all" in end
+    assert f"gradients    {said} of what they are uncompressed" in end
+    assert f"; {average} on average over 10 steps, of which 8 sent all" in end
 
 
 def test_a_young_run_says_of_how_many_steps_its_speed_is() -> None:

@@ -48,6 +48,11 @@ def number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def sent_whole(share: float) -> bool:
+    """Whether gradients that were so much of what they are uncompressed went as they are: in vain it may be more."""
+    return share == 1
+
+
 class Curve:
     """The values of one metric, in the order of steps."""
 
@@ -134,10 +139,8 @@ class Curves:
     def compressed(self) -> Curves:
         """The last steps whose gradients were compressed, by themselves; at most RECENT_STEPS."""
         shares, found = self._of("sent_share"), Curves()
-        # Not those below 1: a compression that is in vain sends more.
-        backwards = (
-            step for step, share in zip(reversed(shares.steps), reversed(shares.values), strict=True) if share != 1
-        )
+        newest_first = zip(reversed(shares.steps), reversed(shares.values), strict=True)
+        backwards = (step for step, share in newest_first if not sent_whole(share))
         for step in reversed(list(islice(backwards, RECENT_STEPS))):
             found.add({"step": step} | {name: curve.at(step) for name, curve in self._curves.items()})
         return found

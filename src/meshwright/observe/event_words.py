@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.observe.curves import number
+from meshwright.printable import printable
 
 BESIDE = ("time", "event", "step", "text", "report")
 """Facts that are not listed."""
@@ -15,7 +16,7 @@ FACTORS = {"planned": "what its stage should take", "relative": "the others", "o
 
 def plain(text: object) -> str:
     """Text from a file, without characters that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
+    return printable(str(text), instead=" ")
 
 
 def sentence(event: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from statistics import fmean
 
 from meshwright.observe.comparison import Pair
+from meshwright.observe.curves import sent_whole
 from meshwright.observe.efficiency import GOAL
 from meshwright.observe.goodput import WORDS, Goodput
 from meshwright.observe.view import View
@@ -55,7 +56,7 @@ def _now(view: View, name: str) -> float | None:
 def _with_whole_steps(view: View) -> str:
     """What was sent over all steps, where some of them came before compression began."""
     sent, shares = ([value for _, value in view.curves.points(name)] for name in ("sent_mib", "sent_share"))
-    whole = sum(share >= 1 for share in shares)
+    whole = sum(map(sent_whole, shares))
     if not 0 < whole < len(shares):
         return ""
     average = f"{fmean(sent):.3g} MiB and {fmean(shares):.1%} on average"
